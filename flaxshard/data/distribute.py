@@ -1,14 +1,15 @@
 """Distributes host batches over a mesh: prefetched, padded, as global arrays.
 
 `Strategy.distribute_dataset`, `Strategy.distribute_datasets_from_function` and
-`Strategy.shard_batch` call these functions with the mesh of the strategy. The
-names are those of `tf.distribute`.
+`Strategy.shard_batch` come here with the mesh of the strategy. The names are
+those of `tf.distribute`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,19 +17,8 @@ import jax
 from flaxshard.core import checks
 from flaxshard.data import padding
 from flaxshard.data import sharding
-from flaxshard.data.iterators import DistributedDataset
 from flaxshard.data.iterators import DistributedIterator
-from flaxshard.data.sharding import shard_batch
 from flaxshard.partitioning import mesh as mesh_lib
-
-__all__ = [
-  "DistributedDataset",
-  "DistributedIterator",
-  "InputContext",
-  "distribute_dataset",
-  "distribute_datasets_from_function",
-  "shard_batch",
-]
 
 PyTree = Any
 
@@ -76,19 +66,12 @@ class InputContext:
     return size // self.num_replicas_in_sync
 
 
-def distribute_dataset(
-  mesh: jax.sharding.Mesh,
-  iterable: Iterable[PyTree],
-  *,
-  prefetch: int = 2,
-  batch_size: int | None = None,
-  mask: str | None = "mask",
-  drop_remainder: bool = False,
-  bucket: str | None = None,
-  bucket_dims: Any = None,
-  spec: PyTree = sharding.OVER_REPLICAS,
-) -> DistributedDataset:
-  """Distributes batches over a mesh and reads ahead in a thread.
+class DistributedDataset:
+  """Batches on a mesh, which a thread reads ahead.
+
+  Iterating yields trees of global `jax.Array`s. Every `iter()` starts a new
+  epoch if `iter(iterable)` does. Otherwise, as with a generator, every `iter()`
+  returns the same iterator, so that no batch that was read ahead is lost.
 
   A batch is a pytree of arrays `[batch, ...]`. All batches must have the
   structure, dtypes and shapes of the first one. Only the number of rows may
@@ -119,7 +102,6 @@ def distribute_dataset(
   Args:
     mesh: A mesh with an axis `"replica"`.
     iterable: The batches: a list, a generator, a Grain dataset or iterator.
-      Each `iter()` of the result starts a new epoch if `iter(iterable)` does.
       NumPy arrays are copied before the next batch is read.
     prefetch: Number of batches to read and transfer ahead; 0 for no thread.
     batch_size: Number of examples in a global batch.
@@ -134,25 +116,23 @@ def distribute_dataset(
     spec: A `PartitionSpec` for every leaf, or a nested dict of them by path,
       where leaves that are not named get `P("replica")`. `P("replica", "m0")`
       splits images over a logical axis too.
-
-  Returns:
-    An iterable of trees of global `jax.Array`s. Iterating may raise
-      ValueError: A leaf is ragged or a scalar, has another number of rows than
-        the others, or differs from the first batch in shape, dtype or
-        structure; or its integers do not fit their dtype on the device. The
-        message names the path.
-      TypeError: A leaf is not numeric.
-      Any error of `iterable`, after the batches before it.
+    joined: The number of batches that one batch on the mesh takes, for
+      `distribute_datasets_from_function`.
 
   Raises:
-    ValueError: An argument is invalid or does not fit the mesh.
-    TypeError: `iterable` is not an iterable, or is a single batch.
+    ValueError: An argument is invalid or does not fit the mesh. Iterating
+      raises it, too: a leaf is ragged or a scalar, has another number of rows
+      than the others, or differs from the first batch in shape, dtype or
+      structure; or its integers do not fit their dtype on the device. The
+      message names the path.
+    TypeError: `iterable` is not an iterable, or is a single batch. Iterating:
+      a leaf is not numeric.
 
   Example:
     >>> import numpy as np
     >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
     >>> batches = [{"x": np.arange(4)}, {"x": np.arange(4, 7)}]
-    >>> for batch in distribute_dataset(mesh, batches):
+    >>> for batch in DistributedDataset(mesh, batches):
     ...   print(batch["x"], batch["mask"])
     [0 1 2 3] [ True  True  True  True]
     [4 5 6 4] [ True  True  True False]
@@ -160,27 +140,64 @@ def distribute_dataset(
   References:
     `tf.distribute.Strategy.experimental_distribute_dataset`.
   """
-  return _distribute(
-    mesh,
-    iterable,
-    padding.Padding(
+
+  def __init__(
+    self,
+    mesh: jax.sharding.Mesh,
+    iterable: Iterable[PyTree],
+    *,
+    prefetch: int = 2,
+    batch_size: int | None = None,
+    mask: str | None = "mask",
+    drop_remainder: bool = False,
+    bucket: str | None = None,
+    bucket_dims: Any = None,
+    spec: PyTree = sharding.OVER_REPLICAS,
+    joined: int = 1,
+  ):
+    # A class with __getitem__ alone can be iterated over, but is no Iterable.
+    iterates = isinstance(iterable, Iterable) or hasattr(
+      iterable, "__getitem__"
+    )
+    # A dict and a string are iterables too, but of keys and characters.
+    if isinstance(iterable, (Mapping, str, bytes)) or not iterates:
+      raise TypeError(
+        "iterable must be an iterable of batches, got "
+        f"{type(iterable).__name__}; shard_batch takes a single batch."
+      )
+    self._iterable = iterable
+    self._prefetch = checks.integer("prefetch", prefetch, minimum=0)
+    self._joined = joined
+    self._create_padder = functools.partial(
+      padding.Padder,
+      mesh,
       batch_size=batch_size,
       mask=mask,
       drop_remainder=drop_remainder,
       bucket=bucket,
       bucket_dims=bucket_dims,
       spec=spec,
-    ),
-    prefetch=prefetch,
-    joined=1,
-  )
+    )
+    self._create_padder()  # checks the options
+    self._single_iterator: DistributedIterator | None = None
+
+  def __iter__(self) -> DistributedIterator:
+    """Returns an iterator over one epoch."""
+    if self._single_iterator is not None:
+      return self._single_iterator
+    source = iter(self._iterable)
+    iterator = DistributedIterator(
+      source, self._create_padder(), self._prefetch, self._joined
+    )
+    # Generators and Grain iterators return themselves: there is one epoch.
+    if source is self._iterable:
+      self._single_iterator = iterator
+    return iterator
 
 
 def distribute_datasets_from_function(
   mesh: jax.sharding.Mesh,
   dataset_fn: Callable[[InputContext], Iterable[PyTree]],
-  *,
-  prefetch: int = 2,
   **options: Any,
 ) -> DistributedDataset:
   """Distributes the dataset that a function creates for this process.
@@ -193,15 +210,15 @@ def distribute_datasets_from_function(
     dataset_fn: Takes an `InputContext` and returns an iterable of the batches
       of pipeline `context.input_pipeline_id`. Each has
       `context.get_per_replica_batch_size(global_batch_size)` examples.
-    prefetch: Number of global batches to read and transfer ahead.
-    **options: The other options of `distribute_dataset`. Its `batch_size` is
-      the number of examples in a global batch.
+    **options: Those of `DistributedDataset`. `batch_size` is the number of
+      examples in a global batch. The batches of a global batch must have the
+      same shapes, but for their rows, also with `bucket`.
 
   Returns:
-    An iterable of trees of global arrays, as of `distribute_dataset`.
+    An iterable of trees of global arrays.
 
   Raises:
-    ValueError, TypeError: As `distribute_dataset`.
+    ValueError, TypeError: As `DistributedDataset`.
 
   Example:
     >>> import numpy as np
@@ -225,32 +242,7 @@ def distribute_datasets_from_function(
     input_pipeline_id=sharding.pipeline_id(mesh),
     num_replicas_in_sync=mesh.shape[mesh_lib.REPLICA],
   )
-  return _distribute(
-    mesh,
-    dataset_fn(context),
-    padding.Padding(**options),
-    prefetch=prefetch,
-    # All pipelines feed equally many replicas.
-    joined=len(pipelines[0]),
+  # All pipelines feed equally many replicas.
+  return DistributedDataset(
+    mesh, dataset_fn(context), joined=len(pipelines[0]), **options
   )
-
-
-def _distribute(
-  mesh: jax.sharding.Mesh,
-  iterable: Iterable[PyTree],
-  config: padding.Padding,
-  *,
-  prefetch: int,
-  joined: int,
-) -> DistributedDataset:
-  # A class with __getitem__ alone can be iterated over, but is no Iterable.
-  iterates = isinstance(iterable, Iterable) or hasattr(iterable, "__getitem__")
-  # A dict and a string are iterables too, but of keys and characters.
-  if isinstance(iterable, (Mapping, str, bytes)) or not iterates:
-    raise TypeError(
-      "iterable must be an iterable of batches, got "
-      f"{type(iterable).__name__}; shard_batch takes a single batch."
-    )
-  prefetch = checks.integer("prefetch", prefetch, minimum=0)
-  config.check(mesh)
-  return DistributedDataset(mesh, iterable, config, prefetch, joined)

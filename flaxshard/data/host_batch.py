@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,15 +28,6 @@ class HostBatch(NamedTuple):
   tree: Any
   arrays: dict[str, Array]
   rows: int
-
-  def check_not_empty(self, remedy: str) -> None:
-    """Raises a ValueError if the batch has no examples."""
-    if not self.rows:
-      path, x = next(iter(self.arrays.items()))
-      raise ValueError(
-        f"batch[{path}] has the shape {x.shape}: a batch needs at least one "
-        f"example{remedy}."
-      )
 
 
 def flatten(batch: PyTree) -> HostBatch:
@@ -83,53 +73,46 @@ def dtype_of(x: Array) -> np.dtype:
   return np.dtype(jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")))
 
 
-def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
-  """Concatenates arrays along the rows and pads them to a shape.
+def pad(path: str, x: Array, shape: tuple[int, ...]) -> Array:
+  """Pads an array to a shape.
 
   New rows repeat the given ones in turn. New positions within a row are zero.
 
   Args:
     path: The path of the leaf, for error messages.
-    arrays: One or more arrays of the same dtype, each within `shape`.
+    x: The array, within `shape`.
     shape: The shape of the result.
 
   Returns:
     An array of the dtype that it gets on the device. It shares no memory with
-    a NumPy array of `arrays`.
+    a NumPy array `x`.
 
   Raises:
     ValueError: A finite number overflows in that dtype.
 
   Example:
-    >>> join("x", [np.array([1, 2]), np.array([3])], (4,)).tolist()
-    [1, 2, 3, 1]
+    >>> pad("x", np.array([1, 2]), (3,)).tolist()
+    [1, 2, 1]
   """
-  first = arrays[0]
-  if isinstance(first, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(shape, dtype_of(first))
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(shape, dtype_of(x))
   # A device array stays there. In several processes it has to be copied to the
   # host: JAX assembles global arrays from the host arrays of the processes.
-  if (
-    isinstance(first, jax.Array)
-    and first.shape == shape
-    and jax.process_count() == 1
-  ):
-    return trees.drop_weak_type(first)
+  is_whole = isinstance(x, jax.Array) and x.shape == shape
+  if is_whole and jax.process_count() == 1:
+    return trees.drop_weak_type(x)
   # New memory: a source may reuse its array for the next batch, and a JAX array
   # on the CPU may alias the memory of a NumPy array.
-  out = np.zeros(shape, dtype_of(first))
-  filled = 0
+  out = np.zeros(shape, dtype_of(x))
   try:
     # float64 to float32 overflows to infinity, silently by default.
     with np.errstate(over="raise"):
-      for x in arrays:
-        rows = slice(filled, filled + len(x))
-        out[(rows, *map(slice, x.shape[1:]))] = x
-        filled += len(x)
+      out[tuple(map(slice, x.shape))] = x
   except FloatingPointError as e:
     raise ValueError(
       f"batch[{path}] has finite numbers that overflow in {out.dtype}."
     ) from e
+  filled = len(x)
   while 0 < filled < len(out):
     # Not zeros: a loss that is finite for every example is then finite for the
     # padding too. log(0), or the gradient of a norm at 0, is not. All rows in

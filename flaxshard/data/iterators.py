@@ -1,67 +1,27 @@
-"""Iterators over global batches, with a position that can be saved."""
+"""An iterator over global batches: read ahead, with a position to save."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import atexit
+from collections.abc import Callable, Iterator
 import copy
-import dataclasses
 import functools
 import itertools
-import logging
-from typing import Any
+import queue
+import threading
+import time
+from typing import Any, NamedTuple
 import weakref
 
 import jax
+import numpy as np
 
-from flaxshard.core import checks
+from flaxshard.data import host_batch
 from flaxshard.data import padding
-from flaxshard.data import prefetch as prefetch_lib
-
-_log = logging.getLogger(__name__)
 
 PyTree = Any
 
 _CLOSE_TIMEOUT = 5  # seconds
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class DistributedDataset:
-  """An iterable of global batches, created by `distribute_dataset`.
-
-  Every `iter()` starts a new epoch if `iter()` of the source does. Otherwise,
-  as with a generator, every `iter()` returns the same iterator, so that no
-  batch that was read ahead is lost. A UserWarning tells of an epoch without
-  batches that begins after the end of such a source.
-
-  Args:
-    mesh: The mesh that batches are put on.
-    iterable: The host batches.
-    config: How batches are padded.
-    prefetch: Number of batches to read ahead; 0 for no thread.
-    joined: Number of host batches that are concatenated into one global batch.
-  """
-
-  mesh: jax.sharding.Mesh
-  iterable: Iterable[PyTree]
-  config: padding.Padding
-  prefetch: int
-  joined: int
-  _single_iterator: DistributedIterator | None = dataclasses.field(
-    default=None, init=False
-  )
-
-  def __iter__(self) -> DistributedIterator:
-    """Returns an iterator over one epoch."""
-    if self._single_iterator is not None:
-      self._single_iterator.note_epoch()
-      return self._single_iterator
-    source = iter(self.iterable)
-    padder = padding.Padder(self.mesh, self.config)
-    iterator = DistributedIterator(source, padder, self.prefetch, self.joined)
-    # Generators and Grain iterators return themselves: there is one epoch.
-    if source is self.iterable:
-      self._single_iterator = iterator
-    return iterator
 
 
 class DistributedIterator:
@@ -83,7 +43,7 @@ class DistributedIterator:
     >>> from flaxshard.data import distribute
     >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
     >>> source = grain.MapDataset.range(8).batch(2).to_iter_dataset()
-    >>> with iter(distribute.distribute_dataset(mesh, source)) as iterator:
+    >>> with iter(distribute.DistributedDataset(mesh, source)) as iterator:
     ...   print(next(iterator))
     ...   state = iterator.get_state()
     ...   print(next(iterator))
@@ -106,11 +66,9 @@ class DistributedIterator:
     self._read = functools.partial(_read_batch, source, padder, joined)
     self._prefetch_size = prefetch
     self._state = _copy_state(source)
-    self._prefetch: prefetch_lib.Prefetch | None = None
+    self._prefetch: _Prefetch | None = None
     self._finalizer: weakref.finalize | None = None
     self._ended = False
-    self._epoch_after_end = False
-    self._closed = False
 
   def __iter__(self) -> DistributedIterator:
     """Returns itself."""
@@ -118,16 +76,7 @@ class DistributedIterator:
 
   def __next__(self) -> PyTree:
     """Returns the next batch, or raises the error of the source."""
-    self._check_open()
     if self._ended:
-      if self._epoch_after_end:
-        self._epoch_after_end = False
-        checks.warn(
-          f"the iterable, a {type(self._source).__name__}, can be read only "
-          "once and is at its end: this epoch has no batches. Pass an iterable "
-          "that starts again, such as a list or a Grain dataset; or distribute "
-          "a new one for each epoch.",
-        )
       raise StopIteration
     self.start_prefetch()
     item = self._read() if self._prefetch is None else self._prefetch.get()
@@ -136,7 +85,7 @@ class DistributedIterator:
       return item.batch
     # The thread has ended. After an error, the next call reads on: the source
     # decides whether it can.
-    self._stop_prefetch()
+    self._stop_prefetch(timeout=0)
     self._ended = isinstance(item.error, StopIteration)
     try:
       raise item.error
@@ -144,16 +93,10 @@ class DistributedIterator:
       # The traceback refers to this frame: without `item` there is no cycle.
       del item
 
-  def note_epoch(self) -> None:
-    """Notes that another epoch begins, which the source may not have."""
-    # Not a warning yet: `set_state` may set the position back first.
-    self._epoch_after_end = self._ended
-
   def start_prefetch(self) -> None:
     """Starts to read ahead now, instead of with the first batch."""
-    self._check_open()
     if self._prefetch_size and self._prefetch is None and not self._ended:
-      self._prefetch = prefetch_lib.Prefetch(self._read, self._prefetch_size)
+      self._prefetch = _Prefetch(self._read, self._prefetch_size)
       self._finalizer = weakref.finalize(self, self._prefetch.stop)
 
   @property
@@ -168,7 +111,7 @@ class DistributedIterator:
       TypeError: The source has no `get_state` and `set_state`.
     """
     self._check_position()
-    return copy.deepcopy(self._state)
+    return self._state
 
   def set_state(self, state: Any) -> None:
     """Continues from a state of `get_state`; drops prefetched batches.
@@ -178,15 +121,10 @@ class DistributedIterator:
 
     Raises:
       TypeError: The source has no `get_state` and `set_state`.
-      ValueError: The iterator was closed.
     """
-    self._check_open()
     self._check_position()
-    prefetch = self._prefetch
-    self._stop_prefetch()
-    if prefetch is not None:
-      # The thread may be in the middle of a read of the source.
-      prefetch.join()
+    # The thread may be in the middle of a read of the source.
+    self._stop_prefetch(timeout=None)
     source: Any = self._source
     source.set_state(state)
     self._state = _copy_state(source)
@@ -209,7 +147,7 @@ class DistributedIterator:
       >>> from flaxshard.data import distribute
       >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
       >>> source = grain.MapDataset.range(8).batch(2).to_iter_dataset()
-      >>> with iter(distribute.distribute_dataset(mesh, source)) as iterator:
+      >>> with iter(distribute.DistributedDataset(mesh, source)) as iterator:
       ...   iterator.skip(2)
       ...   print(next(iterator))
       [4 5]
@@ -224,15 +162,9 @@ class DistributedIterator:
           next(self)
 
   def close(self) -> None:
-    """Stops the thread and waits for its current read, up to 5 seconds."""
-    prefetch, self._closed = self._prefetch, True
-    self._stop_prefetch()
-    if prefetch is not None and not prefetch.join(_CLOSE_TIMEOUT):
-      _log.warning(
-        "the source has not returned a batch for %d s; its thread ends when "
-        "the source returns",
-        _CLOSE_TIMEOUT,
-      )
+    """Ends the iterator; waits up to 5 seconds for the thread's read."""
+    self._stop_prefetch(_CLOSE_TIMEOUT)
+    self._ended = True
 
   def __enter__(self) -> DistributedIterator:
     """Returns itself."""
@@ -242,18 +174,15 @@ class DistributedIterator:
     """Closes the iterator."""
     self.close()
 
-  def _stop_prefetch(self) -> None:
-    if self._finalizer is not None:
-      # Runs Prefetch.stop now, and no second time at garbage collection.
+  def _stop_prefetch(self, timeout: float | None) -> None:
+    if self._finalizer is not None and self._prefetch is not None:
+      # Runs its `stop` now, and no second time at garbage collection.
       self._finalizer()
+      self._prefetch.join(timeout)
     self._prefetch = self._finalizer = None
 
-  def _check_open(self) -> None:
-    if self._closed:
-      raise ValueError("the iterator was closed.")
-
   def _check_position(self) -> None:
-    if not _has_position(self._source):
+    if not has_position(self._source):
       raise TypeError(
         f"the source, a {type(self._source).__name__}, has no get_state and "
         "set_state; the iterator of a Grain dataset has them."
@@ -262,32 +191,135 @@ class DistributedIterator:
 
 def _read_batch(
   source: Iterator[PyTree], padder: padding.Padder, joined: int
-) -> prefetch_lib.Item:
+) -> _Item:
   """Reads the next global batch that is not dropped."""
   try:
     while True:
       batches = [
-        # The padder copies only after all are read, but the source may reuse
-        # its arrays for the next batch.
+        # The source may reuse its arrays for the next batch.
         copy.deepcopy(batch) if joined > 1 else batch
         for batch in itertools.islice(source, joined)
       ]
       if not batches:
         raise StopIteration
-      batch = padder(batches)
+      batch = padder(_join(batches))
       if batch is not None:
-        return prefetch_lib.Item(batch, _copy_state(source))
+        return _Item(batch, _copy_state(source))
   except BaseException as error:
     # SystemExit too: it is raised again in the thread that calls `next`.
-    return prefetch_lib.Item(error=error)
+    return _Item(error=error)
+
+
+def _join(batches: list[PyTree]) -> PyTree:
+  """Concatenates batches along their rows."""
+  if len(batches) == 1:
+    return batches[0]
+  for batch in batches:
+    host_batch.flatten(batch)  # checks that its leaves have the same rows
+  return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
 
 
 def _copy_state(source: Any) -> Any:
   """Returns a copy of the position of a source; None if it has none."""
   # Some sources return the object that they count in.
-  return copy.deepcopy(source.get_state()) if _has_position(source) else None
+  return copy.deepcopy(source.get_state()) if has_position(source) else None
 
 
-def _has_position(source: Any) -> bool:
+def has_position(source: Any) -> bool:
   """Returns whether a source has a position, as a Grain iterator."""
   return hasattr(source, "get_state") and hasattr(source, "set_state")
+
+
+class _Item(NamedTuple):
+  """The result of one read.
+
+  Attributes:
+    batch: The batch.
+    state: The position of the source after the batch; None if the source has
+      no state.
+    error: The error that was raised instead; `StopIteration` at the end.
+  """
+
+  batch: Any = None
+  state: Any = None
+  error: BaseException | None = None
+
+
+class _Prefetch:
+  """Reads up to `size` items ahead in a thread, until a read fails.
+
+  Grain's ThreadPrefetchIterDataset does not fit every iterable: it waits for
+  ever, in `close` and at the end of the process, for a source that is stuck or
+  that raises SystemExit.
+
+  The thread holds no reference to the object that created it. So that object
+  can be garbage-collected, and stop the thread in its finalizer.
+
+  Args:
+    read: Returns the next item. It reports errors as items.
+    size: Number of items to read ahead, at least 1.
+  """
+
+  def __init__(self, read: Callable[[], _Item], size: int):
+    self._read = read
+    # SimpleQueues are written in C. The first one has an entry for each item
+    # that may be read: it is a semaphore.
+    self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+    self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+    for _ in range(size):
+      self._places.put(None)
+    self._stopped = False
+    # jax.enable_x64 is thread-local: pass its value on to the thread.
+    self._x64 = jax.dtypes.canonicalize_dtype("int64") == "int64"
+    self._thread = threading.Thread(
+      target=self._run, name="flaxshard-prefetch", daemon=True
+    )
+    _running.add(self)
+    self._thread.start()
+
+  def get(self) -> _Item:
+    """Returns the next item; waits until it is read."""
+    item = self._items.get()
+    self._places.put(None)
+    return item
+
+  def stop(self) -> None:
+    """Asks the thread to end after its current read; does not wait."""
+    self._stopped = True
+    # Wakes the thread if it waits for a place.
+    self._places.put(None)
+
+  def join(self, timeout: float | None) -> None:
+    """Waits for the thread to end, some seconds or without a limit."""
+    # A finalizer may run in this very thread, which cannot wait for itself.
+    if self._thread is not threading.current_thread():
+      self._thread.join(timeout)
+
+  def _run(self) -> None:
+    failed = False
+    with jax.enable_x64(self._x64):
+      while not failed:
+        self._places.get()
+        # The error wakes a reader that waits in `get`.
+        closed = _Item(error=ValueError("the iterator was closed."))
+        item = closed if self._stopped else self._read()
+        failed = item.error is not None
+        self._items.put(item)
+        # Else this variable would keep a batch alive during the next read.
+        del item
+
+
+_running: weakref.WeakSet[_Prefetch] = weakref.WeakSet()
+
+
+# Exit handlers run in reverse order: this one runs before that of JAX, which
+# was imported earlier, and which releases the devices that threads still use.
+@atexit.register
+def _stop_all(timeout: float = 2.0) -> None:
+  deadline = time.monotonic() + timeout
+  prefetches = list(_running)
+  # Stop all before waiting for the first: they share the timeout.
+  for prefetch in prefetches:
+    prefetch.stop()
+  for prefetch in prefetches:
+    prefetch.join(max(0.0, deadline - time.monotonic()))

@@ -1,9 +1,8 @@
-"""Pads batches to few shapes, with a mask that marks the real examples."""
+"""Puts host batches on a mesh, padded to few shapes, with a mask of padding."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-import dataclasses
+from collections.abc import Mapping
 import math
 from typing import Any, NamedTuple
 
@@ -24,61 +23,38 @@ _BATCH = "batch"
 _VARYING = "any"
 
 
-@dataclasses.dataclass(frozen=True)
-class Padding:
-  """Options for padding batches; see `distribute.distribute_dataset`.
+def shard_batch(
+  mesh: jax.sharding.Mesh, batch: PyTree, spec: PyTree = sharding.OVER_REPLICAS
+) -> PyTree:
+  """Puts one batch on a mesh, without padding.
 
-  Attributes:
-    batch_size: Number of rows in a global batch; None takes it from the first
-      batch.
-    mask: The key of the mask in a batch; None for no mask and no padding.
-    drop_remainder: Whether batches with fewer rows are dropped.
-    bucket: None or `"power_of_two"`.
-    bucket_dims: Dimensions that vary: a tuple for all leaves, or a nested dict
-      of tuples by path. None stands for `(1,)`.
-    spec: A `PartitionSpec` for all leaves, or a nested dict of them by path.
+  Args:
+    mesh: A mesh with an axis `"replica"`.
+    batch: A pytree of arrays `[batch, ...]`, with the rows of this process's
+      replicas. NumPy arrays are copied. Of `jax.ShapeDtypeStruct`s, the result
+      is an abstract batch; on devices for compiling alone its rows are those of
+      the global batch.
+    spec: A `PartitionSpec` for every leaf, or a dict of them by path. Leaves
+      that the dict does not name get `P("replica")`.
+
+  Returns:
+    A tree like `batch` of global arrays `[batch * input pipelines, ...]`, with
+    the dtypes of `jnp.asarray`.
+
+  Raises:
+    ValueError: A leaf is ragged or a scalar, has another number of rows than
+      the first leaf, cannot be divided by `spec`, or has values that do not fit
+      its dtype on the device; or `spec` does not fit the mesh or the batch. The
+      message names the path.
+    TypeError: A leaf is not numeric, or `spec` is not a `PartitionSpec`.
+
+  Example:
+    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
+    >>> batch = shard_batch(mesh, {"x": np.arange(4)})
+    >>> [shard.data.tolist() for shard in batch["x"].addressable_shards]
+    [[0, 1], [2, 3]]
   """
-
-  batch_size: int | None = None
-  mask: str | None = "mask"
-  drop_remainder: bool = False
-  bucket: str | None = None
-  bucket_dims: Any = None
-  spec: PyTree = sharding.OVER_REPLICAS
-
-  def check(self, mesh: jax.sharding.Mesh) -> None:
-    """Raises a ValueError if a field is invalid or does not fit the mesh."""
-    count = len(sharding.pipelines(mesh))
-    if self.batch_size is not None:
-      # Every pipeline passes the same number of rows.
-      checks.integer("batch_size", self.batch_size, minimum=1)
-      if self.batch_size % count:
-        raise ValueError(
-          f"batch_size={self.batch_size}, of the global batch, must be a "
-          f"multiple of the {count} input pipelines."
-        )
-    checks.one_of("bucket", self.bucket, (None, "power_of_two"))
-    if self.bucket is not None and self.mask is None:
-      raise ValueError(
-        f"bucket={self.bucket!r} pads batches, which needs a mask, got "
-        "mask=None."
-      )
-    if self.bucket is None and self.bucket_dims is not None:
-      raise ValueError(
-        f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
-      )
-    for path, dims in self.varying_dims().items():
-      for dim in dims:
-        # Dimension 0 is the batch.
-        where = f"bucket_dims={dims!r} for {path}: a dimension"
-        checks.integer(where, dim, minimum=1)
-
-  def varying_dims(self) -> dict[str, Any]:
-    """Returns the dimensions that may vary, by path."""
-    if self.bucket is None:
-      return {}
-    dims = (1,) if self.bucket_dims is None else self.bucket_dims
-    return sharding.by_path(dims)
+  return Padder(mesh, mask=None, spec=spec)(batch)
 
 
 class _Leaf(NamedTuple):
@@ -96,124 +72,161 @@ class Padder:
 
   Args:
     mesh: The mesh.
-    config: How to pad.
+    batch_size, mask, drop_remainder, bucket, bucket_dims, spec: See
+      `flaxshard.data.distribute.DistributedDataset`.
+
+  Raises:
+    ValueError: An option is invalid or does not fit the mesh.
   """
 
-  # Those of the first batch: shapes and shardings by path, the rows of a full
-  # batch of this process, and by dimension that is padded the number that its
-  # size is a multiple of.
+  # Those of the first batch: shapes by path, shardings by path, the rows of a
+  # full batch of this process, and by dimension that is padded the number that
+  # its size is a multiple of.
   _leaves: dict[str, _Leaf]
   _shardings: dict[str, jax.sharding.NamedSharding]
   _rows: int
   _multiples: dict[int, int]
-  _mask: str | None
 
-  def __init__(self, mesh: jax.sharding.Mesh, config: Padding):
+  def __init__(
+    self,
+    mesh: jax.sharding.Mesh,
+    *,
+    batch_size: int | None = None,
+    mask: str | None = "mask",
+    drop_remainder: bool = False,
+    bucket: str | None = None,
+    bucket_dims: Any = None,
+    spec: PyTree = sharding.OVER_REPLICAS,
+  ):
+    count = len(sharding.pipelines(mesh))
+    if batch_size is not None:
+      # Every pipeline passes the same number of rows.
+      checks.integer("batch_size", batch_size, minimum=1)
+      if batch_size % count:
+        raise ValueError(
+          f"batch_size={batch_size}, of the global batch, must be a multiple "
+          f"of the {count} input pipelines."
+        )
+    checks.one_of("bucket", bucket, (None, "power_of_two"))
+    if bucket is not None and mask is None:
+      raise ValueError(
+        f"bucket={bucket!r} pads batches, which needs a mask, got mask=None."
+      )
+    if bucket is None and bucket_dims is not None:
+      raise ValueError(
+        f"bucket_dims={bucket_dims!r} needs bucket='power_of_two'."
+      )
+    if bucket is not None and bucket_dims is None:
+      bucket_dims = (1,)
     self._mesh = mesh
-    self._config = config
-    self._varying = config.varying_dims()
-    self._count = len(sharding.pipelines(mesh))
-    self._is_first = True
+    self._count = count
+    self._batch_size = batch_size
+    self._mask = mask
+    self._drop_remainder = drop_remainder
+    self._bucket = bucket
+    # The dimensions that vary, by path.
+    self._varying = {} if bucket is None else sharding.by_path(bucket_dims)
+    for path, dims in self._varying.items():
+      for dim in dims:  # dimension 0 is the batch
+        where = f"bucket_dims={dims!r} for {path}: a dimension"
+        checks.integer(where, dim, minimum=1)
+    self._spec = spec
+    self._leaves = {}
 
-  def __call__(self, batches: Sequence[PyTree]) -> PyTree | None:
-    """Joins host batches into one, pads it, and puts it on the mesh.
+  def __call__(self, batch: PyTree) -> PyTree | None:
+    """Pads a host batch and puts it on the mesh.
 
     Args:
-      batches: One or more host batches, whose rows are concatenated.
+      batch: A pytree of arrays `[batch, ...]`.
 
     Returns:
-      The batch as global arrays; None if the batch is dropped.
+      The batch as global arrays; None if it is dropped.
 
     Raises:
       ValueError: The batch differs from the first one, or needs a mask and
         cannot have one.
       TypeError: A leaf is not numeric.
     """
-    parts = [host_batch.flatten(batch) for batch in batches]
-    rows = sum(part.rows for part in parts)
-    if self._is_first:
-      self._start(parts[0], rows, isinstance(batches[0], Mapping))
-    lengths = [self._check_part(part) for part in parts]
-    if self._config.drop_remainder and rows < self._rows:
+    flat = host_batch.flatten(batch)
+    if not self._leaves:
+      self._start(flat, isinstance(batch, Mapping))
+    sizes = self._check(flat)
+    if self._drop_remainder and flat.rows < self._rows:
       return None
-    if not rows and self._count == 1:
-      # Of several processes, one without further examples passes such batches.
-      parts[0].check_not_empty("; drop_remainder=True would leave it out")
-    padded = {0: self._padded_rows(rows)}
-    # All parts have the same dimensions that vary, in different sizes.
-    for dim in lengths[0]:
-      longest = max(part[dim] for part in lengths)
-      padded[dim] = _round_to_bucket(longest, self._multiples[dim])
+    padded = {
+      dim: _round_to_bucket(size, self._multiples[dim])
+      if dim
+      else self._padded_rows(size)
+      for dim, size in sizes.items()
+    }
     arrays = {}
-    for path, (sizes, _) in self._leaves.items():
+    for path, x in flat.arrays.items():
       shape = tuple(
         padded[dim] if isinstance(size, str) else size
-        for dim, size in enumerate(sizes)
+        for dim, size in enumerate(self._leaves[path].shape)
       )
-      leaves = [part.arrays[path] for part in parts]
-      arrays[path] = host_batch.join(path, leaves, shape)
+      arrays[path] = host_batch.pad(path, x, shape)
     key = self._mask
     # Also without padding: another structure would compile the step again.
     if key is not None:
-      mask = _create_mask([part.rows for part in parts], lengths, padded)
+      mask = np.zeros(tuple(padded.values()), bool)
+      mask[tuple(map(slice, sizes.values()))] = True
       if key in arrays:
         mask = _combine_masks(key, np.asarray(arrays[key]), mask)
       arrays[key] = mask
     out = sharding.put(self._mesh, arrays, self._shardings)
-    batch = jax.tree.unflatten(parts[0].tree, [out[p] for p in self._leaves])
+    batch = jax.tree.unflatten(flat.tree, [out[p] for p in self._leaves])
     if key is None or key in self._leaves:
       return batch
     return {**batch, key: out[key]}
 
-  def _start(
-    self, first: host_batch.HostBatch, rows: int, is_dict: bool
-  ) -> None:
+  def _start(self, first: host_batch.HostBatch, is_dict: bool) -> None:
     """Takes what all batches share from the first one.
 
     Raises:
-      ValueError: The configuration does not fit the batch.
+      ValueError: The options do not fit the batch.
     """
-    config = self._config
-    if config.bucket is not None and not is_dict:
-      raise ValueError(
-        f"bucket={config.bucket!r} adds a mask, so batches must be dicts, got "
-        f"{first.tree}."
-      )
+    if not is_dict:
+      if self._bucket is not None:
+        raise ValueError(
+          f"bucket={self._bucket!r} adds a mask, so batches must be dicts, got "
+          f"{first.tree}."
+        )
+      self._mask = None
     sharding.check_paths("bucket_dims", self._varying, first.arrays)
-    self._leaves = self._describe(first)
-    shapes = {path: shape for path, (shape, _) in self._leaves.items()}
-    specs = sharding.specs_by_path(self._mesh, config.spec, shapes)
-    self._multiples = {0: 1}
-    row_parts = {}
-    for path, spec in specs.items():
-      axes = specs_lib.dims_of(spec, len(shapes[path]))
-      parts = specs_lib.parts(axes, self._mesh.shape)
-      row_parts[path] = parts[0]
-      for dim, size in enumerate(shapes[path]):
-        if isinstance(size, str):
+    rows = first.rows
+    if self._batch_size is not None:
+      rows = int(self._batch_size) // self._count
+    leaves = self._describe(first)
+    # Without a mask there is no padding, and `spec` must divide the rows.
+    size = rows * self._count if self._mask is None else _BATCH
+    shapes = {path: (size, *leaf.shape[1:]) for path, leaf in leaves.items()}
+    specs = sharding.specs_by_path(self._mesh, self._spec, shapes)
+    # For each leaf, the number of parts of each dimension.
+    parts = {
+      path: specs_lib.parts(
+        specs_lib.dims_of(spec, len(shapes[path])), self._mesh.shape
+      )
+      for path, spec in specs.items()
+    }
+    multiples: dict[int, int] = {}
+    for path, leaf in leaves.items():
+      for dim, length in enumerate(leaf.shape):
+        if isinstance(length, str):
           # One padded size for all leaves: every sharding has to divide it.
-          self._multiples[dim] = math.lcm(
-            self._multiples.get(dim, 1), parts[dim]
-          )
+          multiples[dim] = math.lcm(multiples.get(dim, 1), parts[path][dim])
     # Each process pads its rows to its share of the multiple: together the rows
     # of all pipelines reach the multiple.
-    self._multiples[0] //= math.gcd(self._multiples[0], self._count)
-    self._rows = rows
-    if config.batch_size is not None:
-      self._rows = int(config.batch_size) // self._count
-    if not self._rows:
-      raise ValueError("the first batch has no examples: give the batch_size.")
-    self._mask = config.mask if is_dict else None
+    multiples[0] //= math.gcd(multiples[0], self._count)
     if self._mask is not None and self._mask not in specs:
       # Its rows are split as those of the leaf with the most parts.
-      specs[self._mask] = P(
-        *specs[max(row_parts, key=row_parts.__getitem__)][:1]
-      )
+      most = max(parts, key=lambda path: parts[path][0])
+      specs[self._mask] = P(*specs[most][:1])
     self._shardings = {
       path: jax.sharding.NamedSharding(self._mesh, spec)
       for path, spec in specs.items()
     }
-    self._is_first = False
+    self._rows, self._multiples, self._leaves = rows, multiples, leaves
 
   def _describe(self, batch: host_batch.HostBatch) -> dict[str, _Leaf]:
     """Returns what all batches must share, by path."""
@@ -225,12 +238,12 @@ class Padder:
       leaves[path] = _Leaf((_BATCH, *sizes[1:]), host_batch.dtype_of(x))
     return leaves
 
-  def _check_part(self, batch: host_batch.HostBatch) -> dict[int, int]:
-    """Returns the sizes of the dimensions that vary, by dimension.
+  def _check(self, batch: host_batch.HostBatch) -> dict[int, int]:
+    """Returns the sizes of the rows and of the dimensions that vary.
 
     Raises:
-      ValueError: The batch differs from the first one, or two leaves have
-        different sizes in a dimension that varies.
+      ValueError: The batch differs from the first one, is empty, or two leaves
+        have different sizes in a dimension that varies.
     """
     given = self._describe(batch)
     if given != self._leaves:
@@ -243,11 +256,11 @@ class Padder:
         "with bucket='power_of_two' and bucket_dims."
       )
     sizes = {}
-    for dim in sorted(self._multiples.keys() - {0}):
+    for dim in sorted(self._multiples):
       by_path = {
         f"batch[{path}]": batch.arrays[path].shape[dim]
         for path, (shape, _) in self._leaves.items()
-        if shape[dim : dim + 1] == (_VARYING,)
+        if shape[dim : dim + 1] in ((_BATCH,), (_VARYING,))
       }
       if len(set(by_path.values())) > 1:
         raise ValueError(
@@ -260,10 +273,17 @@ class Padder:
 
   def _padded_rows(self, rows: int) -> int:
     """Returns the number of rows that a batch of this process is padded to."""
+    # Of several processes, one without further examples passes batches of none.
+    if not rows and (self._count == 1 or not self._rows):
+      raise ValueError(
+        f"batch[{next(iter(self._leaves))}] has no examples: "
+        "drop_remainder=True leaves such a batch out; of several processes, "
+        "one may pass it if batch_size is given."
+      )
     multiple = self._multiples[0]
     padded = -(-self._rows // multiple) * multiple
     if rows > padded:
-      if self._config.bucket is None:
+      if self._bucket is None:
         raise ValueError(
           f"a batch has {rows} examples, but the first one or batch_size has "
           f"{self._rows}: give the largest number as batch_size, or "
@@ -283,18 +303,6 @@ class Padder:
 def _round_to_bucket(size: int, multiple: int) -> int:
   """Returns the least `multiple * 2**n` that is not below a size."""
   return multiple << (max(-(-size // multiple), 1) - 1).bit_length()
-
-
-def _create_mask(
-  rows: Sequence[int], lengths: Sequence[dict[int, int]], padded: dict[int, int]
-) -> np.ndarray:
-  """Returns a mask of the padded shape: True for values of the host batches."""
-  mask = np.zeros(tuple(padded.values()), bool)
-  start = 0
-  for count, sizes in zip(rows, lengths, strict=True):
-    mask[slice(start, start + count), *map(slice, sizes.values())] = True
-    start += count
-  return mask
 
 
 def _combine_masks(key: str, given: np.ndarray, mask: np.ndarray) -> np.ndarray:

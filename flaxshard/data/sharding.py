@@ -21,50 +21,6 @@ P = jax.sharding.PartitionSpec
 OVER_REPLICAS = P(mesh_lib.REPLICA)
 
 
-def shard_batch(
-  mesh: jax.sharding.Mesh, batch: PyTree, spec: PyTree = OVER_REPLICAS
-) -> PyTree:
-  """Puts one batch on a mesh, without padding.
-
-  Args:
-    mesh: A mesh with an axis `"replica"`.
-    batch: A pytree of arrays `[batch, ...]`, with the rows of this process's
-      replicas. NumPy arrays are copied. Of `jax.ShapeDtypeStruct`s, the result
-      is an abstract batch; on devices for compiling alone its rows are those of
-      the global batch.
-    spec: A `PartitionSpec` for every leaf, or a dict of them by path. Leaves
-      that the dict does not name get `P("replica")`.
-
-  Returns:
-    A tree like `batch` of global arrays `[batch * input pipelines, ...]`, with
-    the dtypes of `jnp.asarray`.
-
-  Raises:
-    ValueError: A leaf is ragged or a scalar, has another number of rows than
-      the first leaf, cannot be divided by `spec`, or has values that do not fit
-      its dtype on the device; or `spec` does not fit the mesh or the batch. The
-      message names the path.
-    TypeError: A leaf is not numeric, or `spec` is not a `PartitionSpec`.
-
-  Example:
-    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
-    >>> batch = shard_batch(mesh, {"x": np.arange(4)})
-    >>> [shard.data.tolist() for shard in batch["x"].addressable_shards]
-    [[0, 1], [2, 3]]
-  """
-  flat = host_batch.flatten(batch)
-  flat.check_not_empty(" for each replica")
-  arrays = flat.arrays
-  shapes = {path: global_shape(mesh, x.shape) for path, x in arrays.items()}
-  specs = specs_by_path(mesh, spec, shapes)
-  out = put(
-    mesh,
-    {path: host_batch.join(path, [x], x.shape) for path, x in arrays.items()},
-    {path: jax.sharding.NamedSharding(mesh, specs[path]) for path in arrays},
-  )
-  return jax.tree.unflatten(flat.tree, out.values())
-
-
 # Cached: every batch needs it, and a mesh may have thousands of devices.
 @functools.cache
 def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
@@ -179,13 +135,6 @@ def specs_by_path(
   return chosen
 
 
-def global_shape(
-  mesh: jax.sharding.Mesh, shape: tuple[Any, ...]
-) -> tuple[Any, ...]:
-  """Returns the shape of the rows of all pipelines together."""
-  return (shape[0] * len(pipelines(mesh)), *shape[1:])
-
-
 def put(
   mesh: jax.sharding.Mesh,
   arrays: Mapping[str, host_batch.Array],
@@ -194,7 +143,10 @@ def put(
   """Assembles global arrays from the rows of each pipeline."""
   # JAX would infer the shapes from the sharding, and multiply every dimension
   # that is split over processes. Only the batch is: a process has full rows.
-  shapes = {path: global_shape(mesh, x.shape) for path, x in arrays.items()}
+  count = len(pipelines(mesh))
+  shapes = {
+    path: (x.shape[0] * count, *x.shape[1:]) for path, x in arrays.items()
+  }
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
     return {
       path: jax.ShapeDtypeStruct(

@@ -9,6 +9,7 @@ import jax
 
 from flaxshard.core import checks
 from flaxshard.data import distribute
+from flaxshard.data import padding
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
@@ -375,7 +376,7 @@ class Strategy:
       dataset: Global batches, trees of arrays `[batch, ...]`. With several
         processes, each process yields its part of every batch.
       **options: `prefetch`, `batch_size`, `mask`, `drop_remainder`, `bucket`,
-        `bucket_dims`, `spec`: see `data.distribute.distribute_dataset`.
+        `bucket_dims`, `spec`: see `data.distribute.DistributedDataset`.
 
     Returns:
       An iterable of batches, sharded over the replicas. A short batch is
@@ -394,7 +395,7 @@ class Strategy:
       1.0
       0.5
     """
-    return distribute.distribute_dataset(self.mesh, dataset, **options)
+    return distribute.DistributedDataset(self.mesh, dataset, **options)
 
   def distribute_datasets_from_function(
     self,
@@ -434,7 +435,7 @@ class Strategy:
       ValueError: The spec does not divide a leaf; the message names it.
     """
     spec = P(mesh_lib.REPLICA) if spec is None else spec
-    return distribute.shard_batch(self.mesh, batch, spec)
+    return padding.shard_batch(self.mesh, batch, spec)
 
   def describe(self, state: PyTree) -> describe.Description:
     """Prints how arrays are sharded, with bytes per device.

@@ -2,7 +2,7 @@
 
 from flaxshard.tasks.adapted import adapt
 from flaxshard.tasks.classification import Classification
-from flaxshard.tasks.language_modeling import LanguageModeling
+from flaxshard.tasks.classification import LanguageModeling
 from flaxshard.tasks.load import BUILTIN
 from flaxshard.tasks.load import create
 from flaxshard.tasks.task import Apply

@@ -8,7 +8,6 @@ from typing import Any, TYPE_CHECKING
 
 from clu import metrics as clu_metrics
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxshard import models
@@ -140,28 +139,10 @@ class AdaptedTask:
       values: `Aux.metrics`: the keyword arguments of
         `single_from_model_output`.
       mask: The mask of an evaluation batch, used if `values` has none.
-
-    Raises:
-      TypeError: The metrics cannot be merged under `jax.jit`.
     """
     if mask is not None:
       values = {"mask": mask, **values}
-    single = type(metrics).single_from_model_output(**values)
-    shapes = lambda tree: [
-      (jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)
-    ]
-    try:
-      merged = metrics.merge(single)
-      is_merged = shapes(merged) == shapes(metrics)
-    except Exception:  # whatever a metric raises for a tracer
-      is_merged = False
-    if not is_merged:
-      raise TypeError(
-        f"{self.name}.metrics: {type(metrics).__name__} cannot be merged under "
-        "jax.jit, or its arrays have other shapes then. Metrics that collect "
-        "values, such as CollectingMetric, belong in the task's `evaluate`."
-      )
-    return merged
+    return metrics.merge(type(metrics).single_from_model_output(**values))
 
   def abstract_inputs(
     self, batch: Mapping[str, Any]
@@ -296,11 +277,17 @@ def _check_metrics(name: str, metrics: Any) -> None:
       f"{name}.metrics must be a class, a clu.metrics.Collection, got "
       f"{checks.describe(metrics)}."
     )
-  if any(isinstance(field, str) for field in _fields(metrics).values()):
+  fields = _fields(metrics).values()
+  if any(isinstance(field, str) for field in fields):
     raise TypeError(
       f"{name}.metrics: the fields of {metrics.__name__} are strings, because "
       "its file has `from __future__ import annotations`; clu needs types. "
       "Remove that import, or use clu.metrics.Collection.create(...)."
+    )
+  if any(issubclass(field, clu_metrics.CollectingMetric) for field in fields):
+    raise TypeError(
+      f"{name}.metrics: {metrics.__name__} has a CollectingMetric, which "
+      "cannot be merged under jax.jit. Collect values in the task's `evaluate`."
     )
 
 

@@ -123,16 +123,24 @@ class BoundApply:
     else:
       variables = {"params": params}
     variables.update(_fold_in_replica(given) if self.train else given)
-    returned = [*(self.collections if self.train else ()), *mutable]
-    outputs, new = _call(
-      self.apply_fn,
+    rngs = dict(self.default_rngs if rngs is None else rngs)
+    model_apply = lora.model_apply(self.apply_fn)
+    if isinstance(model_apply, nnx_adapter.Apply):
+      kwargs["method"] = _nnx_method(method, self.train, rngs)
+      kwargs["mode"] = "train" if self.train else "eval"
+    else:
+      model = getattr(model_apply, "__self__", None)
+      mode = {"train": self.train}
+      if isinstance(model, nn.Module):
+        mode = mode_arguments(_method_of(model, method), self.train, args)
+      kwargs = {**mode, **kwargs, "rngs": rngs}
+      if method is not None:
+        kwargs["method"] = method
+    outputs, new = self.apply_fn(
       variables,
-      args,
-      kwargs,
-      method,
-      self.train,
-      dict(self.default_rngs if rngs is None else rngs),
-      returned,
+      *args,
+      mutable=[*(self.collections if self.train else ()), *mutable],
+      **kwargs,
     )
     if not self.train:
       new = {name: new[name] for name in mutable if name in new}
@@ -155,45 +163,23 @@ def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> BoundApply:
   )
 
 
-def _call(
-  apply_fn: Any,
-  variables: Mapping[str, Any],
-  args: tuple[Any, ...],
-  kwargs: dict[str, Any],
+def _nnx_method(
   method: str | Callable[..., Any] | None,
   train: bool,
   rngs: Mapping[str, jax.Array],
-  mutable: list[str],
-) -> tuple[Any, Mapping[str, Any]]:
-  """Calls a Linen `apply`, or that of an NNX module."""
-  model_apply = lora.model_apply(apply_fn)
-  if isinstance(model_apply, nnx_adapter.Apply):
+) -> Callable[..., Any]:
+  """Returns a function that calls a method of an NNX module in a mode."""
 
-    def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-      function = _method_of(module, method)
-      given = mode_arguments(function, train, args) | kwargs
-      if "rngs" in _parameters(function) and "rngs" not in given:
-        # NNX draws streams that it is not given from "default".
-        default = {"default": rngs["params"]} if "params" in rngs else {}
-        given["rngs"] = nnx.Rngs(**{**default, **rngs})
-      return function(*args, **given)
+  def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    function = _method_of(module, method)
+    given = mode_arguments(function, train, args) | kwargs
+    if "rngs" in _parameters(function) and "rngs" not in given:
+      # NNX draws streams that it is not given from "default".
+      default = {"default": rngs["params"]} if "params" in rngs else {}
+      given["rngs"] = nnx.Rngs(**{**default, **rngs})
+    return function(*args, **given)
 
-    return apply_fn(
-      variables,
-      *args,
-      mutable=mutable,
-      method=call,
-      mode="train" if train else "eval",
-      **kwargs,
-    )
-  model = getattr(model_apply, "__self__", None)
-  if isinstance(model, nn.Module):
-    kwargs = mode_arguments(_method_of(model, method), train, args) | kwargs
-  else:
-    kwargs = {"train": train, **kwargs}
-  if method is not None:
-    kwargs["method"] = method
-  return apply_fn(variables, *args, mutable=mutable, rngs=rngs, **kwargs)
+  return call
 
 
 def _method_of(

@@ -1,4 +1,4 @@
-"""The task of predicting a class for each label."""
+"""The tasks of predicting a class for each label, and the next token."""
 
 # No `from __future__ import annotations`: clu's Collection needs the types of
 # its fields, not strings.
@@ -43,6 +43,10 @@ class Classification:
   inputs and returns logits of the shape of the labels and one more dimension,
   the classes. Metrics are the means of `loss` and `accuracy` over all labels.
 
+  With `weights`, of the shape of the labels, the loss of a train step is a
+  weighted mean. The weight of padding is 0: metrics leave it out, and its
+  labels may be any numbers.
+
   Args:
     num_classes: Labels are in `[0, num_classes)`. A config gives it the number
       of classes of the data.
@@ -66,10 +70,20 @@ class Classification:
   ) -> tuple[jax.Array, task_lib.Aux]:
     """Returns the mean cross-entropy."""
     logits, collections = apply_fn(params, batch["inputs"], rngs=rngs)
-    values = compare(logits, batch["labels"])
+    values = _compare(logits, batch["labels"])
     if not train:
       values["sums_to_one"] = _sums_to_one(logits)
-    return values["loss"].mean(), task_lib.Aux(values, collections)
+    losses = values["loss"]
+    if "weights" not in batch:
+      return losses.mean(), task_lib.Aux(values, collections)
+    weights = batch["weights"].astype(jnp.float32)
+    # A batch of padding alone has the loss 0.
+    total = jnp.maximum(weights.sum(), 1e-8)
+    values["mask"] = weights != 0
+    if not train:
+      rows = batch["mask"].reshape(-1, *[1] * (weights.ndim - 1))
+      values["mask"] &= rows
+    return (losses * weights).sum() / total, task_lib.Aux(values, collections)
 
   def evaluate(self, evaluation: task_lib.Evaluation) -> dict[str, float]:
     """Returns the means; warns if the model returns probabilities."""
@@ -86,25 +100,33 @@ class Classification:
   def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
     """Stacks examples, and checks their labels."""
     batch = examples_lib.stack(examples)
+    labels = batch.get("labels")
+    if labels is not None and "weights" in batch:
+      is_real = np.asarray(batch["weights"]) != 0
+      labels = batch["labels"] = np.where(is_real, labels, 0)
     # On the device, a label out of range gives a NaN or is taken for another
     # class.
-    check_labels("config.data", batch.get("labels"), self._num_classes)
+    _check_labels(labels, self._num_classes)
     return batch
 
 
-def compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
-  """Returns the values of `Metrics` for each label.
+class LanguageModeling(Classification):
+  """Softmax cross-entropy of the logits of the next token.
+
+  `Classification` whose `inputs` are the tokens that the model takes, and whose
+  `labels` are the next tokens, both `[length]`. `loss` is in nats per token.
 
   Args:
-    logits: `[..., classes]`.
-    labels: `[...]`, integers.
-
-  Returns:
-    `loss`, the cross-entropy, and `correct`, 1.0 or 0.0; float32.
-
-  Raises:
-    ValueError: The shapes do not fit each other.
+    num_classes: The size of the vocabulary. A config gives it the number of
+      classes of the data.
   """
+
+  # The means of the metrics, without looking at the logits.
+  evaluate = None  # type: ignore[assignment]
+
+
+def _compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+  """Returns the values of `Metrics` for each label, in float32."""
   if logits.shape[:-1] != labels.shape or not logits.ndim:
     raise ValueError(
       "the model must return logits with the shape of the labels and one more "
@@ -120,22 +142,18 @@ def compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
   }
 
 
-def check_labels(where: str, labels: Any, num_classes: int) -> None:
-  """Raises a ValueError unless labels are integers in `[0, num_classes)`.
-
-  Args:
-    where: Name of the data, for the error message.
-    labels: An array of any shape.
-    num_classes: The number of classes.
-  """
+def _check_labels(labels: Any, num_classes: int) -> None:
+  """Raises a ValueError unless labels are integers in `[0, num_classes)`."""
   if labels is None:
-    raise ValueError(f"{where}: examples must have 'labels'.")
+    raise ValueError("config.data: examples must have 'labels'.")
   labels = np.asarray(labels)
   if not np.issubdtype(labels.dtype, np.integer):
-    raise ValueError(f"{where}: labels must be integers, got {labels.dtype}.")
+    raise ValueError(
+      f"config.data: labels must be integers, got {labels.dtype}."
+    )
   if labels.min() < 0 or labels.max() >= num_classes:
     raise ValueError(
-      f"{where}: labels must lie in [0, {num_classes}), got "
+      f"config.data: labels must lie in [0, {num_classes}), got "
       f"{labels.min()} to {labels.max()}."
     )
 

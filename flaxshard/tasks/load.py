@@ -18,7 +18,7 @@ from flaxshard.data import factories
 from flaxshard.tasks.adapted import adapt
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.tasks.classification import Classification
-from flaxshard.tasks.language_modeling import LanguageModeling
+from flaxshard.tasks.classification import LanguageModeling
 
 BUILTIN = {
   "classification": Classification,

@@ -16,6 +16,7 @@ import numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 from flaxshard.data import distribute
+from flaxshard.data import padding
 """
 
 
@@ -55,7 +56,7 @@ def test_each_process_feeds_its_replicas():
     mesh = jax.sharding.Mesh(np.array(jax.devices())[::-1], ("replica",))
     first, last = (0, 3) if rank else (100, 0)
     batches = [{"x": np.arange(first, first + n)} for n in (8, last)]
-    full, short = distribute.distribute_dataset(mesh, batches, batch_size=16)
+    full, short = distribute.DistributedDataset(mesh, batches, batch_size=16)
     check(full["x"], [*range(8), *range(100, 108)])
     check(full["mask"], [True] * 16)
     # The first process has no row to repeat.
@@ -74,10 +75,10 @@ def test_each_process_feeds_its_replicas():
     # Each replica has devices in both processes: both pass the same rows.
     devices = np.array(jax.devices()).reshape(2, 4).T
     mesh = jax.sharding.Mesh(devices, ("replica", "model"))
-    check(distribute.shard_batch(mesh, np.arange(8)), range(8))
+    check(padding.shard_batch(mesh, np.arange(8)), range(8))
     mesh = jax.sharding.Mesh(devices.T, ("replica", "model"))
     try:
-      distribute.shard_batch(mesh, np.arange(8), jax.sharding.PartitionSpec())
+      padding.shard_batch(mesh, np.arange(8), jax.sharding.PartitionSpec())
     except ValueError as e:
       assert "'replica'" in str(e)
     else:
@@ -96,7 +97,7 @@ def test_a_process_exits_while_threads_read():
     def stuck():
       yield {"x": np.ones(4)}
       time.sleep(1000)
-    iterators = [iter(distribute.distribute_dataset(mesh, s()))
+    iterators = [iter(distribute.DistributedDataset(mesh, s()))
                  for s in (endless, endless, stuck)]
     for iterator in iterators:
       next(iterator)

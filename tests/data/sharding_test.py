@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flaxshard.data import distribute
+from flaxshard.data import padding
 from flaxshard.data import sharding
 
 P = jax.sharding.PartitionSpec
@@ -34,7 +35,7 @@ def shards(x):
 
 def test_a_batch_is_split_over_replicas_and_replicated_within_them():
   batch = {"image": images(), "label": np.arange(4)}
-  out = distribute.shard_batch(MESH, batch)
+  out = padding.shard_batch(MESH, batch)
   assert out.keys() == batch.keys()  # no mask, no padding
   for key, x in batch.items():
     assert out[key].sharding == jax.sharding.NamedSharding(MESH, P("replica"))
@@ -54,7 +55,7 @@ def test_a_batch_is_split_over_replicas_and_replicated_within_them():
 )
 def test_a_dict_of_specs_applies_by_path(spec):
   batch = {"in": {"image": images()}, "out": (np.arange(4),)}
-  out = distribute.shard_batch(MESH, batch, spec)
+  out = padding.shard_batch(MESH, batch, spec)
   assert out["in"]["image"].sharding.spec == P("replica", "m0")
   assert out["out"][0].sharding.spec == P("replica")
 
@@ -62,7 +63,7 @@ def test_a_dict_of_specs_applies_by_path(spec):
 def test_the_mask_of_a_dataset_is_split_as_the_rows():
   spec = {"image": P(("replica", "m1"), "m0"), "label": P()}
   batches = [{"image": images(3), "label": np.arange(3)}]
-  (batch,) = distribute.distribute_dataset(MESH, batches, spec=spec)
+  (batch,) = distribute.DistributedDataset(MESH, batches, spec=spec)
   assert batch["image"].sharding.spec == spec["image"]
   assert batch["label"].sharding.spec == P()
   assert batch["mask"].sharding.spec == P(("replica", "m1"))
@@ -93,12 +94,12 @@ def nested(leaf):
     ({}, ValueError, "arrays.*{}"),
     ({"a": None}, ValueError, "arrays"),
     ({"x": np.ones(3)}, ValueError, r"batch\[x\].*3.*2"),
-    ({"x": np.ones((0, 4))}, ValueError, r"batch\[x\].*\(0, 4\)"),
+    ({"x": np.ones((0, 4))}, ValueError, r"batch\[x\] has no examples"),
   ],
 )
 def test_an_invalid_batch_raises(batch, error, facts):
   with pytest.raises(error, match=facts):
-    distribute.shard_batch(MESH, batch)
+    padding.shard_batch(MESH, batch)
 
 
 TWICE = P("replica", ("m0", "m0"))
@@ -119,9 +120,9 @@ UNEVEN = {"image": P("replica", None, ("m0", "m1"))}
 def test_an_invalid_spec_raises(spec, error, facts):
   batch = {"image": images(), "label": np.arange(4)}
   with pytest.raises(error, match=facts):
-    distribute.shard_batch(MESH, batch, spec)
+    padding.shard_batch(MESH, batch, spec)
   with pytest.raises(error, match=facts):
-    list(distribute.distribute_dataset(MESH, [batch], spec=spec))
+    list(distribute.DistributedDataset(MESH, [batch], spec=spec))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_an_invalid_spec_raises(spec, error, facts):
 @pytest.mark.parametrize("rows", [2, 3])  # without and with padding
 def test_values_and_dtypes_are_those_of_jax_in_new_memory(dtype, rows):
   x = np.array([0, 1, 3])[:rows].astype(dtype)
-  (batch,) = distribute.distribute_dataset(MESH, [{"x": x}])
+  (batch,) = distribute.DistributedDataset(MESH, [{"x": x}])
   wanted = jnp.asarray(x.astype(x.dtype.newbyteorder("=")))
   assert batch["x"].dtype == wanted.dtype
   x[:] = 0
@@ -139,7 +140,7 @@ def test_values_and_dtypes_are_those_of_jax_in_new_memory(dtype, rows):
 
 def test_numbers_that_are_not_finite_are_kept():
   x = np.array([np.inf, -np.inf, np.nan, 1 / 3])
-  out = distribute.shard_batch(MESH, x)
+  out = padding.shard_batch(MESH, x)
   np.testing.assert_array_equal(out, x.astype(np.float32))
 
 
@@ -192,6 +193,6 @@ def test_processes_with_unequal_or_overlapping_replicas_raise(processes):
 def test_an_invalid_mesh_raises():
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
   with pytest.raises(ValueError, match=r"'replica'.*'data'"):
-    distribute.distribute_dataset(mesh, [])
+    distribute.DistributedDataset(mesh, [])
   with pytest.raises(ValueError, match="mesh has no device of this process"):
     sharding.pipeline_id(mesh_of([1, 2], "replica"))
