@@ -330,9 +330,7 @@ class Optimizer(nnx.Optimizer[M]):
       self.tx,
       self.wrappers,
       target,
-      step_lib.check_gradients(
-        self.tx, params, nnx.as_pure(nnx.state(grads, self.wrt))
-      ),
+      nnx.as_pure(nnx.state(grads, self.wrt)),
       nnx.as_pure(kwargs),
     )
     trained = nnx.state(model, self.wrt)

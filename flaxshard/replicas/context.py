@@ -24,6 +24,7 @@ from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import rows
+from flaxshard.replicas import values
 
 PyTree = Any
 # Groups of replica numbers, as `axis_index_groups` of `lax.psum`; None means
@@ -45,8 +46,8 @@ class ReplicaContext:
     num_replicas_in_sync: The number of replicas.
     gradients_reduced: True while gradients are applied that are the same on
       all replicas, because they have been reduced.
-    aggregation_skipped: True while gradients are applied that the user has
-      declared to be the same on all replicas.
+    aggregation_skipped: True while gradients are applied that the user does not
+      want to be reduced.
     first_replica: The number of replica 0 among those of all workers, for PRNG
       keys; see `number_from`.
     params: The parameters of each TrainState that `run` received, as
@@ -240,9 +241,10 @@ def activate(context: ReplicaContext) -> Iterator[None]:
     _current.reset(token)
 
 
-@contextlib.contextmanager
-def number_from(first_replica: int) -> Iterator[None]:
-  """Numbers the replicas from `first_replica` on, for PRNG keys.
+def number_from(
+  first_replica: int,
+) -> contextlib.AbstractContextManager[None]:
+  """Numbers the replicas from `first_replica` on in a block, for PRNG keys.
 
   So workers, which are programs of their own, draw other random numbers.
   Outside of `Strategy.run` it does nothing.
@@ -250,29 +252,16 @@ def number_from(first_replica: int) -> Iterator[None]:
   Args:
     first_replica: Number of replicas of the workers before this one.
   """
-  context = _current.get()
-  if context is None:
-    yield
-    return
-  with activate(dataclasses.replace(context, first_replica=first_replica)):
-    yield
+  if _current.get() is None:
+    return contextlib.nullcontext()
+  return marked(first_replica=first_replica)
 
 
-@contextlib.contextmanager
-def gradients_already_reduced(*, by_user: bool = False) -> Iterator[None]:
-  """Marks gradients as already reduced within the `with` block.
-
-  Args:
-    by_user: True if the user has declared it, so that `CrossShard` does not
-      reduce them either.
-  """
-  context = _current.get() or ReplicaContext(1)
-  if by_user:
-    context = dataclasses.replace(context, aggregation_skipped=True)
-  else:
-    context = dataclasses.replace(context, gradients_reduced=True)
-  with activate(context):
-    yield
+def marked(**changed: Any) -> contextlib.AbstractContextManager[None]:
+  """Sets attributes of the context, such as `gradients_reduced`, in a block."""
+  return activate(
+    dataclasses.replace(_current.get() or ReplicaContext(1), **changed)
+  )
 
 
 def num_replicas() -> int:
@@ -388,13 +377,13 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     grads, is_leaf=is_indexed_slices
   )
   statistics = [gradients.is_statistic(path) for path, _ in leaves]
-  values = {i: g for i, (_, g) in enumerate(leaves)}
+  found = {i: g for i, (_, g) in enumerate(leaves)}
   # One collective for all gradients, and one for all statistics.
   for kind, kind_op in ((False, op), (True, "max")):
-    part = {i: g for i, g in values.items() if statistics[i] is kind}
+    part = {i: g for i, g in found.items() if statistics[i] is kind}
     if part:
-      values |= reduce_over_replicas(kind_op, part, groups)
-  return jax.tree.unflatten(treedef, list(values.values()))
+      found |= reduce_over_replicas(kind_op, part, groups)
+  return jax.tree.unflatten(treedef, list(found.values()))
 
 
 def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
@@ -402,7 +391,7 @@ def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
 
   Floating-point leaves are averaged, as TensorFlow averages the moving
   statistics of BatchNorm. Others (counters, PRNG keys) take the value of the
-  first replica of the group.
+  first replica of the group. A `PerReplica` stays as it is.
 
   Args:
     tree: A tree of arrays, the values of this replica.
@@ -410,7 +399,9 @@ def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
   """
   firsts = [min(group) for group in groups or [[0]]]
 
-  def mean_or_first(x: jax.Array) -> jax.Array:
+  def mean_or_first(x: Any) -> Any:
+    if values.is_per_replica(x):
+      return x
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return reduce_over_replicas("mean", x, groups)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -422,7 +413,9 @@ def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
     total = reduce_over_replicas("sum", _as_number(masked), groups)
     return total.astype(x.dtype)
 
-  return tree if num_replicas() == 1 else jax.tree.map(mean_or_first, tree)
+  if num_replicas() == 1:
+    return tree
+  return jax.tree.map(mean_or_first, tree, is_leaf=values.is_per_replica)
 
 
 def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -390,7 +390,6 @@ class TrainState(flax_train_state.TrainState):
       (0.5, 1)
     """
     grads = tf_surface.gradients_argument(positional, grads, self.params)
-    grads = step_lib.check_gradients(self.tx, self.params, grads)
     # Names that are no fields are extra arguments of the optimizer.
     fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
     arrays = fields & fields_lib.array_fields(self).keys()

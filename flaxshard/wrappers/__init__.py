@@ -9,7 +9,6 @@ from flaxshard.wrappers.base import Base
 from flaxshard.wrappers.base import Next
 from flaxshard.wrappers.base import Target
 from flaxshard.wrappers.config import from_config
-from flaxshard.wrappers.config import to_config
 from flaxshard.wrappers.cross_shard import CrossShard
 from flaxshard.wrappers.ema import EMA
 from flaxshard.wrappers.ema import EMAState
@@ -40,6 +39,5 @@ __all__ = [
   "Wrapped",
   "WrappedState",
   "from_config",
-  "to_config",
   "wrap",
 ]

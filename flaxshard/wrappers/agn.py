@@ -187,8 +187,6 @@ class AGN(base.Base):
       params: The parameters.
       tx: The optax optimizer.
     """
-    if self.commits_to_store:
-      agn_store.check_optimizer(self, tx)
     accum = parameter_groups.zero_accumulators(tx, params)
     local_opt_state = opt_state_lib.init(tx, params)
     outer_opt_state = ()
@@ -264,21 +262,18 @@ class AGN(base.Base):
 
   def pending(self, state: AGNState) -> str | None:
     """Returns how many local steps the center lacks, if any."""
-    step, period = int(state.local_step), self.communication_period
-    missing, who = step % period, "each replica"
+    missing = int(state.local_step) % self.communication_period
+    who, when = "each replica", ""
     if self.commits_to_store:
-      if step >= period and not jnp.any(state.sent):
-        return (
-          f"AGN: none of the {step} local steps of this process are in params. "
-          "With transport='store' they are committed by flaxshard.Worker: call "
-          "state = worker.commit(state) after each step."
-        )
-      missing, who = step - int(min(state.sent)), "this process"
+      missing = int(state.local_step) - int(min(state.sent))
+      who = "this process"
+      when = ", if state = worker.commit(state) is called after each step"
     if not missing:
       return None
     return (
       f"AGN: the last {missing} local steps of {who} are not in params. They "
-      f"are committed after communication_period={period} applied steps."
+      f"are committed after communication_period={self.communication_period} "
+      f"applied steps{when}."
     )
 
   # -- A step.
@@ -352,14 +347,13 @@ class AGN(base.Base):
       x = jnp.where(applied, x, jnp.zeros_like(x))
       return total + x.astype(total.dtype)
 
-    has_gradient = jax.tree.leaves(
-      jax.tree.map(
-        lambda _, total, g: None if total is None else g is not None,
-        local.params,
-        state.grad_accum,
-        grads,
+    has_gradient = [
+      g is not None
+      for total, g in zip(
+        _leaves(state.grad_accum), _leaves(grads), strict=True
       )
-    )
+      if total is not None
+    ]
     collections = state.collections
     if replica_context.get_replica_context() is None:
       # Without `Strategy.run` collections are not swapped: the user sees those
@@ -458,7 +452,7 @@ class AGN(base.Base):
       )
     shared = (counts, state.received)
     # Commits are the same on all replicas: wrappers inside must not reduce.
-    with replica_context.gradients_already_reduced():
+    with replica_context.marked(gradients_reduced=True):
       if self.commit == "sequential":
         center, local_params = agn_sequential.commit_sequentially(
           update, center, commit, shared
@@ -488,6 +482,10 @@ class AGN(base.Base):
       outer_opt_state=center.opt_state if has_outer else (),
       received=jnp.zeros_like(state.received),
     )
+
+
+def _leaves(tree: PyTree) -> list[Any]:
+  return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
 def _delta(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
-from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 
 if TYPE_CHECKING:
@@ -116,18 +115,6 @@ def check_arguments(agn: AGN) -> None:
     raise ValueError(
       f"AGN: transport: quorum={store.quorum} needs commit='mean' or 'sum': "
       "sequential commits are applied one by one."
-    )
-
-
-def check_optimizer(agn: AGN, tx: Any) -> None:
-  """Raises a ValueError if the center's optimizer needs the loss."""
-  needed = sorted(optimizer_update.objective_of(tx))
-  if agn.outer_tx is None and needed:
-    raise ValueError(
-      f"AGN: tx needs {', '.join(needed)} in every update, which a commit with "
-      "transport='store' does not have: it is made between steps. Give another "
-      "optimizer for the center, such as outer_tx=optax.sgd(1.0) with "
-      "commit_delta=True, or use transport='compiled'."
     )
 
 

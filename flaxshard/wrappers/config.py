@@ -1,4 +1,4 @@
-"""Builds wrappers from configs, and configs from wrappers.
+"""Builds wrappers from configs.
 
 A config of wrappers is a tuple of `(name, arguments)` pairs, outermost wrapper
 first, of plain values only. A dataclass among the arguments is a dict whose
@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
-
-import optax
 
 from flaxshard.core import registry
 from flaxshard.core.optimizer import Optimizer
@@ -73,28 +71,6 @@ def from_config(
   return stack.check(
     [_build(f"{argument}[{i}]", entry) for i, entry in enumerate(config)]
   )
-
-
-def to_config(
-  wrappers: Sequence[base.Base],
-) -> tuple[tuple[str, dict[str, Any]], ...]:
-  """Returns the config of wrappers: the inverse of `from_config`.
-
-  Args:
-    wrappers: The wrappers, outermost first.
-
-  Returns:
-    `(name, arguments)` pairs of plain values. Arguments that equal their
-    default are left out, except the first.
-
-  Raises:
-    ValueError: An argument, such as an optax transformation, is no plain value.
-
-  Example:
-    >>> to_config([loss_scale.LossScale("dynamic")])
-    (('loss_scale', {'scale': 'dynamic'}),)
-  """
-  return tuple(map(_pair_of, stack.check(wrappers)))
 
 
 def add_accumulation(
@@ -173,30 +149,3 @@ def _construct(where: str, name: Any, arguments: Any) -> Any:
       kind = value.pop("type", "store" if key == "transport" else None)
       arguments[key] = _construct(f"{where}: {key}: type", kind, value)
   return registry.construct(where, cls, arguments)
-
-
-def _pair_of(instance: Any) -> tuple[str, dict[str, Any]]:
-  """Returns the name and the arguments that make a dataclass instance."""
-  cls = type(instance)
-  names = {known: name for name, known in _CLASSES.items()}
-  name = names.get(cls, f"{cls.__module__}:{cls.__qualname__}")
-  if isinstance(instance, Optimizer):
-    return name, {"name": instance.name, **dict(instance.arguments)}
-  arguments = {}
-  for i, field in enumerate(dataclasses.fields(instance)):
-    value = getattr(instance, field.name)
-    # The first argument says the most about a wrapper, so that it is written
-    # even if it equals its default.
-    if not field.init or (value == field.default and i > 0):
-      continue
-    if isinstance(value, (optax.GradientTransformation, optax.MultiSteps)):
-      # A transformation is a pair of functions: its arguments are lost.
-      raise ValueError(
-        f"{name}: {field.name}={value!r} cannot be written into a config; use "
-        "flaxshard.core.optimizer.Optimizer('sgd', (...))."
-      )
-    if dataclasses.is_dataclass(value):
-      kind, rest = _pair_of(value)
-      value = {"type": kind, **rest}
-    arguments[field.name] = value
-  return name, arguments

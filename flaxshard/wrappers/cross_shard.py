@@ -122,7 +122,7 @@ class CrossShard(base.Base):
       # The gradients are equal within a group only: inner wrappers must still
       # reduce their finite flag over all replicas.
       return next(target, grads), state
-    with replica_context.gradients_already_reduced():
+    with replica_context.marked(gradients_reduced=True):
       return next(target, grads), state
 
 

@@ -8,7 +8,7 @@ different: there, elements depend on others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import itertools
 from typing import Any
 
@@ -30,12 +30,8 @@ _ELEMENTWISE = frozenset(
   "stop_gradient sub tan tanh xor".split()
 )
 
-# Primitives whose programs are followed, and one that computes nothing.
-_FOLLOWED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"optimization_barrier"}
-
-
-class _NotElementwise(Exception):
-  """An equation mixes elements, or its result depends on the shape."""
+# Primitives that compute what the equations of their programs compute.
+_FOLLOWED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"cond"}
 
 
 def is_elementwise(
@@ -70,66 +66,40 @@ def is_elementwise(
   if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
     # A value that `fn` captures from an outer trace: it may be per replica.
     return False
-  pairs = list(
-    itertools.zip_longest(jaxprs.equations(whole), jaxprs.equations(part))
+  return _same_values(whole.consts, part.consts) and all(
+    a is not None and b is not None and _agree(a, b)
+    for a, b in itertools.zip_longest(
+      jaxprs.equations(whole), jaxprs.equations(part)
+    )
   )
-  if not _same_values(whole.consts, part.consts) or any(
-    a is None
-    or b is None
-    or a.primitive is not b.primitive
-    # Literals differ where they follow from a shape: x / x.shape[0].
-    or not _same_values(_literals(a), _literals(b))
-    for a, b in pairs
-  ):
-    return False
-  split = jax.tree.map(lambda x, y: x.shape != y.shape, tuple(args), parts)
-  is_split = jax.tree.leaves(split)
-  try:
-    outputs = _Split({id(a): b for a, b in pairs}).run(whole, is_split)
-  except _NotElementwise:
-    return False
-  return outputs == is_split[: len(outputs)]
 
 
-class _Split(jaxprs.Forward[bool]):
-  """Whether a value is split: a part of it is computed from the parts.
+def _agree(eqn: Any, twin: Any) -> bool:
+  """Returns whether an equation gives its twin's part of its result.
 
   Args:
-    twins: For each equation of the whole arrays, by its id, that of the parts.
+    eqn: An equation of the whole arrays.
+    twin: That of the parts. A value of another shape there is split.
   """
+  name, params = eqn.primitive.name, _semantics(eqn.params)
+  # Literals differ where they follow from a shape: x / x.shape[0].
+  if eqn.primitive is not twin.primitive or not _same_values(
+    _literals(eqn), _literals(twin)
+  ):
+    return False
+  if name in _FOLLOWED:
+    return True
+  if any(map(_is_split, eqn.invars, twin.invars)):
+    return name in _ELEMENTWISE and params == _semantics(twin.params)
+  if any(map(_is_split, eqn.outvars, twin.outvars)):
+    # All elements are equal, so a part of them fits any part.
+    return name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
+  # An axis_index depends on the replica.
+  return name != "axis_index" and params == _semantics(twin.params)
 
-  constant = False
 
-  def __init__(self, twins: dict[int, Any]):
-    self._twins = twins
-
-  def join(self, facts: Iterable[bool]) -> bool:
-    """Returns whether a value is split that is computed from several ones."""
-    return any(facts)
-
-  def rule(self, eqn: Any, given: list[bool]) -> list[bool] | None:
-    """Decides about equations that run no programs."""
-    name, twin = eqn.primitive.name, self._twins[id(eqn)]
-    if name in _FOLLOWED or (name == "cond" and not given[0]):
-      # The predicate of a cond must be the same for all parts.
-      return None
-    if not any(given):
-      text = str(eqn)
-      # The same in both programs; only an axis_index depends on the replica.
-      if text == str(twin) and "axis_index" not in text:
-        return [False] * len(eqn.outvars)
-      # All elements are equal, so a part of them fits any part.
-      if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-        return [True]
-    elif name in _ELEMENTWISE and (
-      _semantics(eqn.params) == _semantics(twin.params)
-    ):
-      return [True] * len(eqn.outvars)
-    raise _NotElementwise
-
-  def unfollowed(self, eqn: Any, given: list[bool]) -> bool:
-    """Raises: the equation writes to a mutable array."""
-    raise _NotElementwise
+def _is_split(x: Any, y: Any) -> bool:
+  return x.aval.shape != y.aval.shape
 
 
 def _semantics(params: dict[str, Any]) -> dict[str, str]:

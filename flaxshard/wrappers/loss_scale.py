@@ -270,18 +270,14 @@ class LossScale(base.Base):
       scale = rule.loss_scale
     else:
       scale = rule.initial_scale
-    return LossScaleState(
-      scale=jnp.array(scale, jnp.float32),
-      good_steps=jnp.zeros((), jnp.int32),
-      skipped_steps=jnp.zeros((), jnp.int32),
-      bad_steps=jnp.zeros((), jnp.int32),
-    )
+    zero = jnp.zeros((), jnp.int32)
+    return LossScaleState(jnp.array(scale, jnp.float32), zero, zero, zero)
 
   def _uses_float16(self, params: PyTree) -> bool:
-    if self.policy is not None and self.policy.compute_dtype == jnp.float16:
-      return True
-    leaves = jax.tree.leaves(params)
-    return any(trees.dtype_of(x) == jnp.float16 for x in leaves)
+    dtypes = [trees.dtype_of(x) for x in jax.tree.leaves(params)]
+    if self.policy is not None:
+      dtypes.append(self.policy.compute_dtype)
+    return jnp.dtype(jnp.float16) in dtypes
 
   def scale_loss(self, state: State, loss: jax.Array) -> jax.Array:
     """Returns the loss times the scale, in float32 (float64 stays).

@@ -27,9 +27,6 @@ PyTree = Any
 Wrappers = tuple[base.Base, ...]
 States = Mapping[str, PyTree]
 
-# Above so many groups of replicas a message has their number alone.
-_MAX_LISTED = 8
-
 
 def check(wrappers: Iterable[base.Base]) -> Wrappers:
   """Checks wrappers and returns them as a tuple.
@@ -52,14 +49,10 @@ def check(wrappers: Iterable[base.Base]) -> Wrappers:
   names: list[str] = []
   for i, wrapper in enumerate(wrappers):
     if not isinstance(wrapper, base.Base):
-      # By name: state/ imports this module.
-      kind = type(wrapper).__name__
-      hint = " It is the argument lora=." if kind == "LoRA" else ""
-      if kind in ("FixedLossScale", "DynamicLossScale"):
-        hint = f" Write LossScale({kind}(...))."
       raise TypeError(
         f"wrappers[{i}] must be an instance of a wrapper, such as "
-        f"LossScale('dynamic'), got {wrapper!r}.{hint}"
+        f"LossScale('dynamic') or LossScale(FixedLossScale(2.0)), got "
+        f"{wrapper!r}. LoRA is the argument lora=."
       )
     name = base.name_of(wrapper)
     if name in names:
@@ -146,13 +139,10 @@ def divergence(wrappers: Wrappers) -> str | None:
     return None
   name = next(type(w).__name__ for w in wrappers if w.groups)
   first = next(tuple(group) for group in groups if 0 in group)
-  which = f"groups {', '.join(str(tuple(group)) for group in groups)}"
-  if len(groups) > _MAX_LISTED:
-    which = f"{len(groups)} groups of {len(first)}"
   return (
-    f"{name}: gradients are reduced in {which}, so each group gets different "
-    f"parameters. The parameters of the group of replica 0, {first}, are "
-    "evaluated and saved."
+    f"{name}: gradients are reduced in {len(groups)} groups of {len(first)} "
+    "replicas, so each group gets different parameters. Those of the group of "
+    f"replica 0, {first}, are evaluated and saved."
   )
 
 
@@ -185,9 +175,8 @@ def init(
       for name, tree in collections.items():
         if values.has_per_replica(tree):
           raise TypeError(
-            f"wrapper {base.name_of(w)!r}: the collection {name!r} must not be "
-            "a PerReplica: the wrapper keeps every collection per replica "
-            "itself. Pass the value of one replica."
+            f"wrapper {base.name_of(w)!r} keeps every collection per replica: "
+            f"{name!r} must not be a PerReplica, but the value of one replica."
           )
       state = state._replace(collections=dict(collections))
     states[base.name_of(w)] = state
@@ -247,14 +236,13 @@ def map_per_replica(
   mapped = dict(states)
   for w in wrappers:
     name = base.name_of(w)
-    if base.overrides(w, "specs"):
-      mapped[name] = jax.tree.map(
-        lambda x, spec, name=name: (
-          fn(name, x) if values.has_replica_axis(spec) else x
-        ),
-        states[name],
-        w.specs(states[name]),
-      )
+    leaves: list[Any] = jax.tree.leaves(states[name])
+    treedef: Any = jax.tree.structure(states[name])
+    mask = base.per_replica_mask(w, states[name])
+    mapped[name] = treedef.unflatten(
+      fn(name, x) if is_own else x
+      for x, is_own in zip(leaves, mask, strict=True)
+    )
   return mapped
 
 

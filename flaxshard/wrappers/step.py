@@ -8,7 +8,6 @@ are, and know no train state.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-import contextlib
 import contextvars
 import functools
 import types
@@ -26,7 +25,6 @@ from flaxshard.core import parameter_groups
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
-from flaxshard.replicas import values
 from flaxshard.sparse import lookups
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -111,12 +109,9 @@ def value_and_grad(
   if not (is_narrow or is_gated):
     differentiate = _differentiate
   mask = parameter_groups.sparse_mask(tx, trained)
-  if mask is not None:
-    (_, value), grads = lookups.value_and_grad(
-      scaled_loss, trained, mask, differentiate
-    )
-  else:
-    (_, value), grads = differentiate(scaled_loss, trained)
+  (_, value), grads = lookups.value_and_grad(
+    scaled_loss, trained, mask, differentiate
+  )
   grads = gradients.normalize(grads)
   if is_gated:
     # XLA runs each operation as soon as its inputs exist. All outputs of a
@@ -237,23 +232,25 @@ def update(
     tx: The optax optimizer.
     wrappers: The wrappers.
     target: What changes. Collections are reduced over the replicas already.
-    grads: Unscaled gradients, as `check_gradients` returns them.
+    grads: Unscaled gradients.
     extra: Extra arguments of the optimizer's update.
     reduction: How gradients are reduced over the replicas, if no wrapper does
       it: "mean", "sum", or None for gradients that are the same on all.
 
   Returns:
     The new target.
+
+  Raises:
+    ValueError: `grads` does not match the parameters, or none is there.
   """
+  grads = _check_gradients(tx, target.params, grads)
   context = replica_context.get_replica_context()
   is_local = stack.has_local_updates(wrappers)
   reduced_at = None
-  mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   if context is None:
     grads = rows.gather_over_mesh(grads)
   elif reduction is None:
-    _check_skipped_reduction(wrappers)
-    mark = replica_context.gradients_already_reduced(by_user=True)
+    reduced_at = 0
   else:
     reduced_at = _where_reduced(wrappers)
     if not is_local:
@@ -277,29 +274,13 @@ def update(
       collections={**target.collections, **target.new_collections},
     )
 
-  def apply_from(i: int, target: base.Target, grads: PyTree) -> base.Target:
-    """Applies gradients through the wrappers from number `i` on."""
-    mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+  # From the inside to the outside.
+  apply: base.Next = apply_tx
+  for i in reversed(range(len(wrappers) + 1)):
+    if i < len(wrappers):
+      apply = functools.partial(_apply_first, wrappers[i:], apply)
     if i == reduced_at:
-      grads = replica_context.reduce_gradients(reduction or "mean", grads)
-      mark = replica_context.gradients_already_reduced()
-    if i == 0:
-      # Before the outermost wrapper: `AGN` counts on the wrappers inside of it
-      # to change no other rows than those that it passes to them.
-      grads = _to_dense_unless_taken(wrappers, "apply", grads)
-    with mark:
-      if i == len(wrappers):
-        return apply_tx(target, grads)
-      name = base.name_of(wrappers[i])
-      target, state = wrappers[i].apply(
-        target.wrapper_states[name],
-        target,
-        grads,
-        functools.partial(apply_from, i + 1),
-      )
-    states = {**target.wrapper_states, name: state}
-    return target._replace(wrapper_states=states)
-
+      apply = functools.partial(_apply_reduced, reduction, apply)
   if wrappers:
     target = target._replace(
       # A step that a user made may be weakly typed: lax.cond refuses branches
@@ -307,8 +288,7 @@ def update(
       step=jnp.asarray(target.step, jnp.int32),
       wrapper_states=stack.local_states(wrappers, target.wrapper_states),
     )
-  with mark:
-    target = apply_from(0, target, grads)
+  target = apply(target, grads)
   if wrappers and context is None:
     states = stack.add_replica_axis(wrappers, target.wrapper_states)
     return target._replace(wrapper_states=states)
@@ -325,23 +305,33 @@ def _where_reduced(wrappers: Wrappers) -> int | None:
   return kinds.index("inside") + 1 if "inside" in kinds else 0
 
 
-def _check_skipped_reduction(wrappers: Wrappers) -> None:
-  """Raises if a wrapper keeps gradients that are to be reduced later."""
-  names = [base.name_of(w) for w in wrappers if w.reduces == "inside"]
-  if names and not stack.has_local_updates(wrappers):
-    raise ValueError(
-      f"apply_gradients: {names[0]!r} keeps the gradients of each replica, "
-      "which are to be reduced later; skip_gradients_aggregation=True says "
-      "that they are reduced: use Accumulate(per_replica=False)."
-    )
+def _apply_first(
+  wrappers: Wrappers, next: base.Next, target: base.Target, grads: PyTree
+) -> base.Target:
+  """Applies gradients through the first wrapper, `next` through the others."""
+  grads = _to_dense_unless_taken(wrappers, "apply", grads)
+  name = base.name_of(wrappers[0])
+  target, state = wrappers[0].apply(
+    target.wrapper_states[name], target, grads, next
+  )
+  states = {**target.wrapper_states, name: state}
+  return target._replace(wrapper_states=states)
 
 
-def check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
-  """Returns gradients with None for each leaf that has or needs none.
+def _apply_reduced(
+  op: str | None, next: base.Next, target: base.Target, grads: PyTree
+) -> base.Target:
+  """Applies gradients as `op` reduces them, or as they are if it is None."""
+  if op is None:
+    with replica_context.marked(aggregation_skipped=True):
+      return next(target, grads)
+  grads = replica_context.reduce_gradients(op, grads)
+  with replica_context.marked(gradients_reduced=True):
+    return next(target, grads)
 
-  Raises:
-    ValueError: They do not match the parameters, or none is there.
-  """
+
+def _check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
+  """Returns gradients with None for each leaf that has or needs none."""
   grads = trees.conform("grads", grads, params, dtypes=False, of_gradients=True)
   grads = parameter_groups.drop_frozen(tx, gradients.normalize(grads))
   if not jax.tree.leaves(grads):
@@ -395,16 +385,11 @@ def reduce_collections(
   if stack.has_local_updates(wrappers):
     return dict(collections)  # commits reduce them
   groups = stack.groups_of(wrappers)
-
-  def reduce_leaf(x: Any) -> Any:
-    is_own = values.is_per_replica(x)
-    return x if is_own else replica_context.mean_collection(x, groups)
-
   reduced = {}
   for name, tree in collections.items():
     leaves, treedef = jax.tree.flatten(tree)
     tree = jax.tree.unflatten(structures.get(name, treedef), leaves)
-    tree = jax.tree.map(reduce_leaf, tree, is_leaf=values.is_per_replica)
+    tree = replica_context.mean_collection(tree, groups)
     reduced[name] = jax.tree.unflatten(treedef, jax.tree.leaves(tree))
   return reduced
 

@@ -109,7 +109,6 @@ class Wrapped:
       ValueError: `grads` does not match `params`.
       TypeError: The optimizer has no such extra argument.
     """
-    grads = step.check_gradients(self.tx, params, grads)
     step.check_extra(self.tx, extra)
     target = base.Target(
       step=state.step,

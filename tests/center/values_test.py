@@ -287,7 +287,7 @@ def test_order_of_wrappers(wrappers, message):
 def test_replicas_that_differ_are_not_committed():
   groups = fs.CrossShard("mean", ((0, 1), (2, 3)))
   state = create(groups, store(2, "mean"), strategy=FOUR)
-  with pytest.raises(ValueError, match=r"must have equal .*\(0, 1\), \(2, 3\)"):
+  with pytest.raises(ValueError, match=r"must have equal .* 2 groups of 2 "):
     center_workers.Workers([state], STEP)
 
 
@@ -405,9 +405,6 @@ def test_complex_parameters():
 
 
 def test_arguments_that_cannot_work():
-  with pytest.raises(ValueError, match=r"tx needs value in every update"):
-    create(store(2), tx=optax.polyak_sgd())
-  create(store(2, "mean", True, MOMENTUM), tx=optax.polyak_sgd())
   with pytest.raises(ValueError, match=r"fragments=3 must be at most .* 2"):
     create(store(8, fragments=3))
   fp8 = {"params": PARAMS, fp8_ops.OVERWRITE_WITH_GRADIENT: {"scale": ONES}}
@@ -419,7 +416,7 @@ def test_steps_that_are_not_committed():
   state = create(store(2, "mean"))
   for _ in range(2):
     state = STEP(state, XS)
-  with pytest.warns(UserWarning, match=r"none of the 2 local .*worker.commit"):
+  with pytest.warns(UserWarning, match=r"the last 2 local .*worker.commit"):
     plain = state.without_wrappers()
   assert_trees_equal(plain.params, PARAMS)
   state = train_alone(create(store(4, "mean", fragments=2)), STEP, 5, XS)

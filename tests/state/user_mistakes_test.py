@@ -75,7 +75,7 @@ MISTAKES = [
   (
     lambda: create([fs.FixedLossScale(2.0)]),
     TypeError,
-    ["LossScale(FixedLossScale(...))"],
+    ["LossScale(FixedLossScale(2.0))"],
   ),
   (lambda: create([fs.LoRA(2)]), TypeError, ["lora="]),
   (lambda: create({"loss_scale": fs.LossScale()}), TypeError, ["wrappers"]),

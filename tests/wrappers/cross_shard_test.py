@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.wrappers import stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:CrossShard")
 
@@ -141,7 +140,7 @@ def test_groups_become_tuples_of_int() -> None:
 
 
 def test_groups_that_diverge_warn(strategy, capsys) -> None:
-  message = r"groups \(0, 2, 4, 6\), \(1, 3, 5, 7\), .* replica 0, \(0"
+  message = r"2 groups of 4 .* replica 0, \(0, 2, 4, 6\)"
   with pytest.warns(UserWarning, match=message):
     state = grouped.create(strategy, fs.CrossShard("mean", grouped.HALVES))
   with pytest.warns(UserWarning, match=message):
@@ -151,9 +150,6 @@ def test_groups_that_diverge_warn(strategy, capsys) -> None:
   description = strategy.describe(state)
   assert re.search(message, capsys.readouterr().out.splitlines()[-1])
   assert re.search(message, description.note)
-
-  many = fs.CrossShard("mean", [[i] for i in range(16)])
-  assert "reduced in 16 groups of 1" in stack.divergence((many,))
 
   with warnings.catch_warnings():
     warnings.simplefilter("error")
