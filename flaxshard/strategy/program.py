@@ -28,13 +28,6 @@ from flaxshard.strategy import same_state
 from flaxshard.strategy.arguments import Leaf
 from flaxshard.wrappers import stack
 
-# Errors of JAX for Python code that asks for the value of a traced array.
-_NOT_KNOWN_WHILE_TRACING = (
-  jax.errors.ConcretizationTypeError,
-  jax.errors.TracerArrayConversionError,
-  jax.errors.TracerIntegerConversionError,
-)
-
 PyTree = Any
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
@@ -180,18 +173,9 @@ class ReplicaProgram:
 
 
 def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
-  """Calls `fn`, and says in errors of JAX what is special inside of `run`."""
+  """Calls `fn`, and says in an error of JAX which axis the replicas are."""
   try:
     return fn(*args, **kwargs)
-  except _NOT_KNOWN_WHILE_TRACING as e:
-    # JAX names the arguments by their number among all leaves.
-    e.add_note(
-      "run: fn is traced, and so are all its arguments, numbers and booleans "
-      "too. Bind what Python code decides by, such as "
-      "functools.partial(fn, train=True), created once; or decide with "
-      "jnp.where or jax.lax.cond."
-    )
-    raise
   except NameError as e:
     # The interpreter says which variable does not exist. JAX raises a NameError
     # without a `name` for a collective over an axis that does not exist.

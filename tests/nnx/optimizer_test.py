@@ -145,19 +145,27 @@ def test_bit_equal_to_train_state():
   assert_same(arrays(other), arrays(model))
 
 
+def linear(outputs=1, **options):
+  return nnx.Linear(4, outputs, rngs=nnx.Rngs(0), **options)
+
+
 def test_update_with_the_state_of_another_module():
-  model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+  model = linear()
   state = fs.create_train_state(model, None, None, TX)
   model.sown = nnx.Intermediate(jnp.ones(2))
   fs.nnx.update(model, state)
-  with pytest.raises(ValueError, match=r"bias has the shape \(2,\).*\(1,\)"):
-    fs.nnx.update(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), state)
-  with pytest.raises(ValueError, match=r"bias has the shape None.*\(1,\)"):
-    fs.nnx.update(nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(0)), state)
-  model = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(0))
-  state = fs.create_train_state(model, None, None, TX)
-  with pytest.raises(ValueError, match=r"bias has the shape \(1,\).*None"):
-    fs.nnx.update(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), state)
+  unbiased = linear(use_bias=False)
+  for other, given, shapes in (
+    (linear(2), state, r"\(2,\).*\(1,\)"),
+    (unbiased, state, r"None.*\(1,\)"),
+    (
+      linear(),
+      fs.create_train_state(unbiased, None, None, TX),
+      r"\(1,\).*None",
+    ),
+  ):
+    with pytest.raises(ValueError, match=f"bias has the shape {shapes}"):
+      fs.nnx.update(other, given)
 
 
 @pytest.mark.slow
@@ -401,27 +409,16 @@ def test_strategy_shards_parameters_and_slots():
 
   @nnx.jit
   def born_sharded():
-    model = nnx.Linear(4, 2 * n, rngs=nnx.Rngs(0))
-    return create(model=model, strategy=strategy, rules=rules)
+    return create(model=linear(2 * n), strategy=strategy, rules=rules)
 
-  eager = create(
-    model=nnx.Linear(4, 2 * n, rngs=nnx.Rngs(0)), strategy=strategy, rules=rules
-  )
+  eager = create(model=linear(2 * n), strategy=strategy, rules=rules)
   for model, optimizer in (eager, born_sharded()):
     moment = optimizer.opt_state[0].mu["kernel"]
     for kernel in (model.kernel, moment):
       shard = kernel.get_raw_value().addressable_shards[0]
       assert shard.data.shape == (4, 2)
-    our_step(
-      model,
-      optimizer,
-      strategy.shard_batch(
-        {
-          "x": np.ones((n, 4), "f"),
-          "y": np.zeros((n, 2 * n), "f"),
-        }
-      ),
-    )
+    batch = {"x": np.ones((n, 4), "f"), "y": np.zeros((n, 2 * n), "f")}
+    our_step(model, optimizer, strategy.shard_batch(batch))
     assert moment.get_raw_value().addressable_shards[0].data.shape == (4, 2)
 
 
@@ -477,7 +474,7 @@ def apply(change, **extra):
 
 
 def test_strategy_run_refuses_an_optimizer():
-  model, optimizer = create((), nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+  model, optimizer = create((), linear())
   strategy = fs.Strategy()
   with pytest.raises(TypeError, match=r"argument 1 .*nnx\.jit"):
     strategy.run(our_step, args=(nnx.state(model), optimizer, batches()[0]))

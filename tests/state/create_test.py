@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_close
 
 import flaxshard as fs
 from flaxshard.partitioning import FSDP
@@ -42,18 +43,6 @@ def specs(tree):
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       found[name] = leaf.sharding.spec
   return found
-
-
-def assert_same(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert x.dtype == y.dtype
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      x, y = jax.random.key_data(x), jax.random.key_data(y)
-    # A random value near zero is a difference of larger ones, rounded as those.
-    np.testing.assert_allclose(
-      np.asarray(x), np.asarray(y), rtol=1e-6, atol=1e-7
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +112,7 @@ def test_every_leaf_has_its_sharding():
   shards = state.params["in"]["kernel"].addressable_shards
   assert {shard.data.shape for shard in shards} == {(4, 4)}
   # The values are equal to those of a state without a strategy.
-  assert_same(state, repeat_for_four_replicas(make(wrappers=wrappers)))
+  assert_trees_close(state, repeat_for_four_replicas(make(wrappers=wrappers)))
 
 
 class Annotated(nn.Module):
@@ -201,7 +190,7 @@ def test_keys_and_inputs_on_any_device():
     {"params": jax.device_put(KEY, jax.devices()[3])},
     put(KEY),
   ):
-    assert_same(make_dense(rng=rng, x=put(X, "model")).params, wanted)
+    assert_trees_close(make_dense(rng=rng, x=put(X, "model")).params, wanted)
   other = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
   with pytest.raises(ValueError, match=r"sample_input\)\[1/0\]"):
     make_dense(x=put(X, "model", mesh=other))
@@ -247,7 +236,7 @@ def test_nnx_metadata(instance):
   state = make(model, x=None, strategy=STRATEGY, rules=FSDP(min_size=64))
   assert specs(state.params) == {"dense/kernel": P("replica", "model")}
   plain = make(lambda rngs: Net(rngs), x=None)
-  assert_same(state.params, plain.params)
+  assert_trees_close(state.params, plain.params)
   np.testing.assert_allclose(call(state), call(plain), rtol=1e-5, atol=1e-6)
 
 
@@ -284,7 +273,7 @@ def test_create_keeps_the_sharding_of_given_arrays():
     wrappers=[Local()],
     batch_stats={"mean": X, "var": X},
   )
-  assert_same(state, repeat_for_four_replicas(plain))
+  assert_trees_close(state, repeat_for_four_replicas(plain))
   step = lambda s: s.apply_gradients(grads=s.params)
   new = fs.Strategy(mesh_shape=dict(STRATEGY.mesh.shape)).run(step, (state,))
   assert new.params["split"].sharding.spec == P(None, "model")
@@ -373,7 +362,7 @@ def test_nnx_module_and_function_create_the_same_state():
       "opt_state/0/nu/dense/kernel": P("replica", "model"),
     }
     for name in ("params", "batch_stats", "rngs", "arrays", "opt_state"):
-      assert_same(getattr(state, name), getattr(plain, name))
+      assert_trees_close(getattr(state, name), getattr(plain, name))
     # The scale follows the policy of the module, mixed_float16.
     assert float(state.wrapper_states["loss_scale"].scale) == 2.0**15
   np.testing.assert_allclose(call(state), wanted_output, rtol=1e-5, atol=1e-6)

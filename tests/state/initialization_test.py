@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_close
 
 import flaxshard as fs
 
@@ -26,11 +27,6 @@ STRATEGY = types.SimpleNamespace(
 
 def create(model, rng=KEY, x=X, **kwargs):
   return fs.create_train_state(model, rng, x, optax.sgd(0.5), **kwargs)
-
-
-def assert_close(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
 
 
 class Batch(NamedTuple):
@@ -50,7 +46,7 @@ def test_named_tuple_is_one_argument():
   wanted = TakesBatch().init(KEY, batch)["params"]
   for sample_input in (batch, (batch,)):
     state = create(TakesBatch(), x=sample_input)
-    assert_close(state.params, wanted)
+    assert_trees_close(state.params, wanted)
   out = state.apply_fn({"params": state.params}, batch)
   assert out.shape == (4, 2)
 

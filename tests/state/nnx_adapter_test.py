@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard.state import nnx_adapter
@@ -34,25 +36,6 @@ def make(seed=0):
   return Net(nnx.Rngs(seed))
 
 
-def as_dict(tree):
-  """Returns arrays by path; PRNG keys as their integers."""
-  return {
-    jax.tree_util.keystr(path): np.asarray(
-      jax.random.key_data(x)
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else x
-    )
-    for path, x in jax.tree_util.tree_leaves_with_path(tree)
-  }
-
-
-def assert_same(a, b):
-  a, b = as_dict(a), as_dict(b)
-  assert a.keys() == b.keys()
-  for name in a:
-    np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6)
-
-
 def test_collections_of_other_variables():
   class Kept(nnx.Variable):
     pass
@@ -74,17 +57,16 @@ def test_collections_of_other_variables():
 def test_calls_are_equal_to_calls_of_the_module():
   module, same = make(), make()
   apply_fn, variables = nnx_adapter.split(module)
-  before = as_dict(variables)
+  before = jax.tree.map(np.array, variables["params"])
   out, new = jax.jit(lambda v, x: apply_fn(v, x, mutable=True))(variables, X)
   np.testing.assert_allclose(out, same(X), rtol=1e-5, atol=1e-6)
   assert set(new) == {"batch_stats", "rngs"}
   _, wanted = nnx_adapter.split(same)
-  assert_same(new["batch_stats"], wanted["batch_stats"])
-  assert_same(new["rngs"], wanted["rngs"])
+  assert_trees_close(new["batch_stats"], wanted["batch_stats"])
+  assert_trees_close(new["rngs"], wanted["rngs"])
   # Neither the module nor the variables have changed.
-  assert_same(variables, nnx_adapter.split(module)[1])
-  for name, value in as_dict(variables).items():
-    np.testing.assert_array_equal(value, before[name])
+  assert_trees_close(variables, nnx_adapter.split(module)[1])
+  assert_trees_equal(variables["params"], before)
   # The second call has another dropout mask, as a second call of the module.
   out2, _ = apply_fn({**variables, **new}, X, mutable=True)
   np.testing.assert_allclose(out2, same(X), rtol=1e-5, atol=1e-6)
@@ -269,12 +251,12 @@ def test_remat_with_batch_norm(kind):
   out = apply_fn(variables, X[:2], mode="eval")
   both, new = apply_fn(variables, X[:2], mode="eval", mutable=True)
   np.testing.assert_array_equal(out, both)
-  assert_same(new["batch_stats"], variables["batch_stats"])
+  assert_trees_close(new["batch_stats"], variables["batch_stats"])
   # In training they are equal to those of a call of the module.
   trained, new = apply_fn(variables, X[:2], mutable=["batch_stats"])
   np.testing.assert_allclose(trained, module(X[:2]), rtol=1e-5, atol=1e-6)
   wanted = nnx_adapter.split(module)[1]["batch_stats"]
-  assert_same(new["batch_stats"], wanted)
+  assert_trees_close(new["batch_stats"], wanted)
   assert not np.allclose(
     new["batch_stats"]["norm"]["mean"], variables["batch_stats"]["norm"]["mean"]
   )

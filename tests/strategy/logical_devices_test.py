@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard.partitioning import logical_devices
@@ -59,22 +61,6 @@ def device_ids(array):
   return sorted(d.id for d in array.sharding.device_set)
 
 
-def assert_equal(actual, expected):
-  assert actual.dtype == expected.dtype
-  if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
-    assert jax.random.key_impl(actual) == jax.random.key_impl(expected)
-    actual, expected = map(jax.random.key_data, (actual, expected))
-  np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
-
-
-def assert_close(actual, expected, rtol=1e-5, atol=1e-6):
-  jax.tree.map(
-    lambda a, e: np.testing.assert_allclose(a, e, rtol=rtol, atol=atol),
-    actual,
-    expected,
-  )
-
-
 # -- Specs of partitions.
 
 
@@ -119,7 +105,7 @@ def test_partitions_split_as_asked(replicas, logical, partitions):
       s.split_to_logical_devices, partition_dimensions=pieces
     )
     for array in (split(x), jax.jit(lambda x, split=split: split(x) + 0)(x)):
-      assert_equal(array, x)
+      assert_trees_equal(array, x)
       assert shard_shapes(array) == {(2,) * len(pieces)}
       assert len(set(starts(array))) == logical
       if logical != 6:  # axes of one size: in row-major order
@@ -159,12 +145,12 @@ def test_split_keeps_the_split_of_other_dimensions_over_replicas():
   x = np.arange(128, dtype=np.float32).reshape(2, 4, 4, 4)
   split = lambda x: S.split_to_logical_devices(x, [1, 2, 2, 1])
   for array in (split(put_batch(x=x)), jax.jit(split)(put_batch(x=x))):
-    assert_equal(array, x)
+    assert_trees_equal(array, x)
     assert array.sharding.spec[:3] == ("replica", "m0", "m1")
   # A dimension that is split into pieces is no longer split over replicas.
   rows = lambda x: S.split_to_logical_devices(x, [4, 1])
   for array in (rows(put_batch()), jax.jit(rows)(put_batch())):
-    assert_equal(array, X)
+    assert_trees_equal(array, X)
     assert shard_shapes(array) == {(2, 4)}
 
 
@@ -180,7 +166,7 @@ def test_replicate_gathers_only_within_a_replica():
     jax.jit(split_and_replicate)(spread),
     jax.vmap(S.replicate_to_logical_devices)(spread),
   ):
-    assert_equal(array, X)
+    assert_trees_equal(array, X)
     assert array.sharding.spec[0] == "replica"
     assert shard_shapes(array) == {(4, 4)}
   text = jax.jit(split_and_replicate).lower(spread).compile().as_text()
@@ -200,7 +186,7 @@ def test_assign_moves_arrays_to_one_logical_device(replicas, logical):
     ids = [replica * logical + i for replica in range(replicas)]
     for x, shape in ((X, (8, 4)), (put_batch(s.mesh), (8 // replicas, 4))):
       array = s.assign_to_logical_device(x, i)
-      assert_equal(array, X)
+      assert_trees_equal(array, X)
       assert device_ids(array) == ids
       assert shard_shapes(array) == {shape}
   # JAX computes where the data is.
@@ -242,8 +228,8 @@ def test_every_dtype_keeps_its_values(traced):
   values = {k: jnp.asarray(v) for k, v in VALUES.items()}
   first, second = (jax.jit(move_twice) if traced else move_twice)(values)
   for name, value in values.items():
-    assert_equal(first[name], value)
-    assert_equal(second["v"][name], value)
+    assert_trees_equal(first[name], value)
+    assert_trees_equal(second["v"][name], value)
     assert device_ids(first[name]) == (list(range(8)) if traced else [2, 6])
 
 
@@ -272,7 +258,7 @@ def test_eager_gradients_are_on_the_devices_of_the_parameters():
   )
   ids = [device_ids(g) for g in (*grads, batch_grad)]
   assert ids == [[1, 5], [3, 7], [1, 5]]
-  assert_close(grads, jax.grad(lambda p: one_stage(p, X).sum())(W))
+  assert_trees_close(grads, jax.grad(lambda p: one_stage(p, X).sum())(W))
 
 
 def test_traced_work_is_in_one_branch_and_has_the_same_gradients():
@@ -280,7 +266,7 @@ def test_traced_work_is_in_one_branch_and_has_the_same_gradients():
     jax.jit(jax.vmap(jax.grad(f), (None, 0))) for f in (two_stages, one_stage)
   )
   args = W, put_batch(x=X / 32)
-  assert_close(staged(*args), wanted(W, X / 32))
+  assert_trees_close(staged(*args), wanted(W, X / 32))
   product = jax.jit(lambda w, x: S.on_logical_device(2, jnp.matmul, w, x))
   text = (
     product.lower(np.ones((16, 8), np.float32), args[1]).compile().as_text()
@@ -374,7 +360,7 @@ def test_trace_on_another_mesh_raises():
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="traced on the m"):
       jax.jit(replicate)(X)
   with jax.set_mesh(MESH):
-    assert_equal(jax.jit(replicate)(X), X)
+    assert_trees_equal(jax.jit(replicate)(X), X)
 
 
 # -- Training.
@@ -429,7 +415,7 @@ def test_split_training_equals_one_device():
   wanted, wanted_loss = train(strategy(1, 1), [1, 1, 1, 1])
   state, loss = train(S, [1, 2, 2, 1])
   np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
-  assert_close(state.params, wanted.params, rtol=1e-3, atol=1e-5)
+  assert_trees_close(state.params, wanted.params, rtol=1e-3, atol=1e-5)
 
 
 def test_split_convolution_exchanges_borders_only():

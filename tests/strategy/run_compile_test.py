@@ -58,14 +58,6 @@ def test_steps_compile_once(strategy, spec, donate):
   assert step.traces == 1 and int(state.step) == 3
 
 
-def test_a_decision_by_an_argument_gets_a_note():
-  with pytest.raises(jax.errors.TracerBoolConversionError) as e:
-    EIGHT.run(lambda x, y: x if y else 2 * x, (1.0, 1))
-  assert any(
-    "functools.partial(fn, train=True)" in n for n in e.value.__notes__
-  )
-
-
 def test_donated_state_is_aliased():
   state = create(EIGHT)
   args = state, sharded(EIGHT, 0)

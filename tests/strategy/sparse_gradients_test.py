@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import sparse_states
+from tree_equality import assert_trees_close
 
 import flaxshard as fs
 from flaxshard.replicas import rows as rows_lib
@@ -40,14 +41,6 @@ def run(strategy, state, way):
   return state
 
 
-def assert_close(new, wanted):
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-    new,
-    wanted,
-  )
-
-
 def slow(*case):
   return pytest.param(*case, marks=pytest.mark.slow)
 
@@ -74,7 +67,7 @@ def test_steps_equal_dense_steps_on_the_whole_batch(
 ):
   state = sparse_states.create(strategy, sparse_states.ADAGRAD, wrappers, spec)
   new = run(strategy, state, way)
-  assert_close(new.params, reference())
+  assert_trees_close(new.params, reference())
   assert new.params["table"].sharding.is_equivalent_to(
     jax.sharding.NamedSharding(strategy.mesh, spec), 2
   )
@@ -101,7 +94,7 @@ def test_rows_that_no_replica_uses_stay_whatever_is_sent(rows):
   assert rows_lib.gather_is_smaller(slices, 8) == (rows > 6)
   many, one = train(EIGHT), train(ONE)
   # Without their momentum, which dense Adam would apply.
-  assert_close((many.params, many.opt_state), (one.params, one.opt_state))
+  assert_trees_close((many.params, many.opt_state), (one.params, one.opt_state))
   np.testing.assert_array_equal(
     many.params["table"][4:], sparse_states.TABLE[4:rows]
   )
@@ -147,7 +140,9 @@ def test_replicas_equal_one_replica_with_tf_semantics():
     )
     for strategy in (EIGHT, ONE)
   )
-  assert_close((eight.params, eight.opt_state), (one.params, one.opt_state))
+  assert_trees_close(
+    (eight.params, eight.opt_state), (one.params, one.opt_state)
+  )
 
 
 def step_reduced_by_hand(skip, state, batch):
@@ -163,7 +158,7 @@ def test_rows_reduced_by_hand():
   step = EIGHT.jit(functools.partial(step_reduced_by_hand, True))
   for i in range(3):
     state, _ = step(state, EIGHT.shard_batch(sparse_states.batch(i)))
-  assert_close(state.params, reference())
+  assert_trees_close(state.params, reference())
 
 
 @pytest.mark.filterwarnings("default")
