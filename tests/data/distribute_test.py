@@ -70,14 +70,6 @@ def no_thread_survives():
 # Values.
 
 
-def test_every_example_occurs_once_in_order():
-  dataset = distributed(epoch(43, 16))
-  for _ in range(2):  # each iter() of a list starts a new epoch
-    batches = list(dataset)
-    assert [b["x"].shape for b in batches] == [(16,)] * 3
-    assert real_examples(batches) == list(range(43))
-
-
 @jax.jit
 def evaluate(metrics, batch):
   values = batch["x"].astype(jnp.float32)
@@ -92,7 +84,10 @@ def test_a_short_batch_needs_no_compilation_and_metrics_ignore_padding():
   metrics = jax.device_put(
     classification.Metrics.empty(), jax.sharding.NamedSharding(MESH, P())
   )
-  batches = list(distributed(epoch(43, 16)))
+  dataset = distributed(epoch(43, 16))
+  for _ in range(2):  # each iter() of a list starts a new epoch
+    batches = list(dataset)
+    assert real_examples(batches) == list(range(43))
   with compilations.count() as compiled:
     for batch in batches:
       metrics = evaluate(metrics, batch)
