@@ -42,7 +42,6 @@ import numpy as np
 import optax
 
 from flaxshard.data import distribute
-from flaxshard.data import padding
 
 Batch = dict[str, np.ndarray]
 Feed = Callable[[jax.sharding.Mesh, Iterator[Batch]], Iterator[Any]]
@@ -149,7 +148,7 @@ def prefetch_to_device(
 def no_prefetch(
   mesh: jax.sharding.Mesh, batches: Iterator[Batch]
 ) -> Iterator[Any]:
-  return (padding.shard_batch(mesh, batch) for batch in batches)
+  return (distribute.shard_batch(mesh, batch) for batch in batches)
 
 
 def distribute_dataset(
@@ -196,7 +195,7 @@ def step_seconds(mesh: jax.sharding.Mesh, batch_size: int) -> float:
   state, step = make_step_once(mesh)
   state = jax.tree.map(jnp.copy, state)
   host = decode(next(raw_batches(batch_size)), 0)
-  batch = padding.shard_batch(mesh, host)
+  batch = distribute.shard_batch(mesh, host)
   seconds = []
   for _ in range(20):
     start = time.perf_counter()

@@ -23,6 +23,41 @@ from flaxshard.partitioning import mesh as mesh_lib
 PyTree = Any
 
 
+def shard_batch(
+  mesh: jax.sharding.Mesh, batch: PyTree, spec: PyTree = sharding.OVER_REPLICAS
+) -> PyTree:
+  """Puts one batch on a mesh, without padding.
+
+  Args:
+    mesh: A mesh with an axis `"replica"`.
+    batch: A pytree of arrays `[batch, ...]`, with the rows of this process's
+      replicas. NumPy arrays are copied. Of `jax.ShapeDtypeStruct`s, the result
+      is an abstract batch; on devices for compiling alone its rows are those of
+      the global batch.
+    spec: A `PartitionSpec` for every leaf, or a dict of them by path. Leaves
+      that the dict does not name get `P("replica")`.
+
+  Returns:
+    A tree like `batch` of global arrays `[batch * input pipelines, ...]`, with
+    the dtypes of `jnp.asarray`.
+
+  Raises:
+    ValueError: A leaf is ragged or a scalar, has another number of rows than
+      the first leaf, cannot be divided by `spec`, or has values that do not fit
+      its dtype on the device; or `spec` does not fit the mesh or the batch. The
+      message names the path.
+    TypeError: A leaf is not numeric, or `spec` is not a `PartitionSpec`.
+
+  Example:
+    >>> import numpy as np
+    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
+    >>> batch = shard_batch(mesh, {"x": np.arange(4)})
+    >>> [shard.data.tolist() for shard in batch["x"].addressable_shards]
+    [[0, 1], [2, 3]]
+  """
+  return padding.Padder(mesh, mask=None, spec=spec)(batch)
+
+
 @dataclasses.dataclass(frozen=True)
 class InputContext:
   """Describes the input pipeline for which `dataset_fn` creates a dataset.

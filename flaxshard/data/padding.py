@@ -23,40 +23,6 @@ _BATCH = "batch"
 _VARYING = "any"
 
 
-def shard_batch(
-  mesh: jax.sharding.Mesh, batch: PyTree, spec: PyTree = sharding.OVER_REPLICAS
-) -> PyTree:
-  """Puts one batch on a mesh, without padding.
-
-  Args:
-    mesh: A mesh with an axis `"replica"`.
-    batch: A pytree of arrays `[batch, ...]`, with the rows of this process's
-      replicas. NumPy arrays are copied. Of `jax.ShapeDtypeStruct`s, the result
-      is an abstract batch; on devices for compiling alone its rows are those of
-      the global batch.
-    spec: A `PartitionSpec` for every leaf, or a dict of them by path. Leaves
-      that the dict does not name get `P("replica")`.
-
-  Returns:
-    A tree like `batch` of global arrays `[batch * input pipelines, ...]`, with
-    the dtypes of `jnp.asarray`.
-
-  Raises:
-    ValueError: A leaf is ragged or a scalar, has another number of rows than
-      the first leaf, cannot be divided by `spec`, or has values that do not fit
-      its dtype on the device; or `spec` does not fit the mesh or the batch. The
-      message names the path.
-    TypeError: A leaf is not numeric, or `spec` is not a `PartitionSpec`.
-
-  Example:
-    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
-    >>> batch = shard_batch(mesh, {"x": np.arange(4)})
-    >>> [shard.data.tolist() for shard in batch["x"].addressable_shards]
-    [[0, 1], [2, 3]]
-  """
-  return Padder(mesh, mask=None, spec=spec)(batch)
-
-
 class _Leaf(NamedTuple):
   """Shape and dtype of a leaf; padded dimensions have a name as their size."""
 
@@ -201,14 +167,7 @@ class Padder:
     # Without a mask there is no padding, and `spec` must divide the rows.
     size = rows * self._count if self._mask is None else _BATCH
     shapes = {path: (size, *leaf.shape[1:]) for path, leaf in leaves.items()}
-    specs = sharding.specs_by_path(self._mesh, self._spec, shapes)
-    # For each leaf, the number of parts of each dimension.
-    parts = {
-      path: specs_lib.parts(
-        specs_lib.dims_of(spec, len(shapes[path])), self._mesh.shape
-      )
-      for path, spec in specs.items()
-    }
+    specs, parts = self._find_specs(shapes)
     multiples: dict[int, int] = {}
     for path, leaf in leaves.items():
       for dim, length in enumerate(leaf.shape):
@@ -227,6 +186,30 @@ class Padder:
       for path, spec in specs.items()
     }
     self._rows, self._multiples, self._leaves = rows, multiples, leaves
+
+  def _find_specs(
+    self, shapes: Mapping[str, tuple[int | str, ...]]
+  ) -> tuple[dict[str, P], dict[str, tuple[int, ...]]]:
+    """Returns the spec of each leaf, and the parts of each of its dimensions.
+
+    Raises:
+      TypeError: An entry of `spec` is not a `PartitionSpec`.
+      ValueError: A spec does not fit the mesh or the batch.
+    """
+    table = sharding.by_path(self._spec)
+    sharding.check_paths("spec", table, shapes)
+    specs, parts = {}, {}
+    for path, shape in shapes.items():
+      spec = sharding.lookup(table, path, sharding.OVER_REPLICAS)
+      where = f"spec for batch[{path}]"
+      axes = specs_lib.check(where, spec, shape, self._mesh)
+      if self._count > 1 and specs_lib.REPLICA not in axes[0]:
+        raise ValueError(
+          f"{where}: {spec} must split its leading dimension over 'replica': "
+          "each process has some of the rows."
+        )
+      specs[path], parts[path] = spec, specs_lib.parts(axes, self._mesh.shape)
+    return specs, parts
 
   def _describe(self, batch: host_batch.HostBatch) -> dict[str, _Leaf]:
     """Returns what all batches must share, by path."""

@@ -13,7 +13,6 @@ from flaxshard.core import trees
 from flaxshard.data import host_batch
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -102,37 +101,6 @@ def pipeline_rows(mesh: jax.sharding.Mesh, batch_size: int) -> Sequence[int]:
   size = batch_size // mesh.shape[mesh_lib.REPLICA]
   replicas = pipelines(mesh)[pipeline_id(mesh)]
   return [r * size + row for r in replicas for row in range(size)]
-
-
-def specs_by_path(
-  mesh: jax.sharding.Mesh,
-  spec: PyTree,
-  shapes: Mapping[str, tuple[int | str, ...]],
-) -> dict[str, P]:
-  """Returns the partition spec of each leaf of a batch.
-
-  Args:
-    mesh: The mesh.
-    spec: A `PartitionSpec`, or a nested dict of them.
-    shapes: Shapes of the global arrays by path. A dimension that is padded
-      later has a name for its size.
-
-  Raises:
-    TypeError: An entry is not a `PartitionSpec`.
-    ValueError: A spec does not fit the mesh or the batch.
-  """
-  specs = by_path(spec)
-  check_paths("spec", specs, shapes)
-  chosen = {path: lookup(specs, path, OVER_REPLICAS) for path in shapes}
-  for path, entry in chosen.items():
-    where = f"spec for batch[{path}]"
-    axes = specs_lib.check(where, entry, shapes[path], mesh)
-    if len(pipelines(mesh)) > 1 and mesh_lib.REPLICA not in axes[0]:
-      raise ValueError(
-        f"{where}: {entry} must split its leading dimension over 'replica': "
-        "each process has some of the rows."
-      )
-  return chosen
 
 
 def put(

@@ -9,7 +9,6 @@ import jax
 
 from flaxshard.core import checks
 from flaxshard.data import distribute
-from flaxshard.data import padding
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
@@ -435,7 +434,7 @@ class Strategy:
       ValueError: The spec does not divide a leaf; the message names it.
     """
     spec = P(mesh_lib.REPLICA) if spec is None else spec
-    return padding.shard_batch(self.mesh, batch, spec)
+    return distribute.shard_batch(self.mesh, batch, spec)
 
   def describe(self, state: PyTree) -> describe.Description:
     """Prints how arrays are sharded, with bytes per device.

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 IMPORTS = """
 import time
 import numpy as np
-from flaxshard.data import distribute, padding
+from flaxshard.data import distribute
 """
 
 
@@ -41,10 +41,10 @@ check(batch["x"], np.repeat([0, 1, 2, 3, 10, 11, 12, 13], 2))
 # Each replica has devices in both processes: both pass the same rows.
 devices = np.array(jax.devices()).reshape(2, 4).T
 mesh = jax.sharding.Mesh(devices, ("replica", "model"))
-check(padding.shard_batch(mesh, np.arange(8)), range(8))
+check(distribute.shard_batch(mesh, np.arange(8)), range(8))
 mesh = jax.sharding.Mesh(devices.T, ("replica", "model"))
 try:
-  padding.shard_batch(mesh, np.arange(8), jax.sharding.PartitionSpec())
+  distribute.shard_batch(mesh, np.arange(8), jax.sharding.PartitionSpec())
 except ValueError as e:
   assert "'replica'" in str(e)
 else:

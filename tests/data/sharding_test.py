@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from flaxshard.data import distribute
-from flaxshard.data import padding
 from flaxshard.data import sharding
 
 P = jax.sharding.PartitionSpec
@@ -35,7 +34,7 @@ def shards(x):
 
 def test_a_batch_is_split_over_replicas_and_replicated_within_them():
   batch = {"image": images(), "label": np.arange(4)}
-  out = padding.shard_batch(MESH, batch)
+  out = distribute.shard_batch(MESH, batch)
   assert out.keys() == batch.keys()  # no mask, no padding
   for key, x in batch.items():
     assert out[key].sharding == jax.sharding.NamedSharding(MESH, P("replica"))
@@ -55,7 +54,7 @@ def test_a_batch_is_split_over_replicas_and_replicated_within_them():
 )
 def test_a_dict_of_specs_applies_by_path(spec):
   batch = {"in": {"image": images()}, "out": (np.arange(4),)}
-  out = padding.shard_batch(MESH, batch, spec)
+  out = distribute.shard_batch(MESH, batch, spec)
   assert out["in"]["image"].sharding.spec == P("replica", "m0")
   assert out["out"][0].sharding.spec == P("replica")
 
@@ -99,7 +98,7 @@ def nested(leaf):
 )
 def test_an_invalid_batch_raises(batch, error, facts):
   with pytest.raises(error, match=facts):
-    padding.shard_batch(MESH, batch)
+    distribute.shard_batch(MESH, batch)
 
 
 TWICE = P("replica", ("m0", "m0"))
@@ -120,7 +119,7 @@ UNEVEN = {"image": P("replica", None, ("m0", "m1"))}
 def test_an_invalid_spec_raises(spec, error, facts):
   batch = {"image": images(), "label": np.arange(4)}
   with pytest.raises(error, match=facts):
-    padding.shard_batch(MESH, batch, spec)
+    distribute.shard_batch(MESH, batch, spec)
   with pytest.raises(error, match=facts):
     list(distribute.DistributedDataset(MESH, [batch], spec=spec))
 
@@ -140,7 +139,7 @@ def test_values_and_dtypes_are_those_of_jax_in_new_memory(dtype, rows):
 
 def test_numbers_that_are_not_finite_are_kept():
   x = np.array([np.inf, -np.inf, np.nan, 1 / 3])
-  out = padding.shard_batch(MESH, x)
+  out = distribute.shard_batch(MESH, x)
   np.testing.assert_array_equal(out, x.astype(np.float32))
 
 
