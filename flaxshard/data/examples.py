@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
@@ -71,8 +72,8 @@ def check_batch(where: str, batch: Any, rows: int) -> Example:
     )
   arrays = {key: np.asarray(value) for key, value in batch.items()}
   for key, value in arrays.items():
-    # JAX has no arrays of strings or objects.
-    if not np.issubdtype(value.dtype, np.number) and value.dtype != np.bool_:
+    # JAX has no arrays of strings or objects. jnp knows bfloat16 as a number.
+    if not jnp.issubdtype(value.dtype, np.number) and value.dtype != np.bool_:
       raise ValueError(f"{where}: {key} must be numeric, got {value.dtype}.")
     if value.shape[:1] != (rows,):
       raise ValueError(
@@ -143,8 +144,6 @@ def collate_shapes(
     example: Shapes of an example by key.
     collate: Makes a batch of examples; None stacks their arrays.
   """
-  if collate is None:
-    return dict(example)
   zeros = {key: np.zeros(x.shape, x.dtype) for key, x in example.items()}
   return _shapes_of(where, zeros, collate)
 
