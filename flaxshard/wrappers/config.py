@@ -9,7 +9,6 @@ first, of plain values only. A dataclass among the arguments is a dict whose
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-import dataclasses
 from typing import Any
 
 from flaxshard.core import registry
@@ -137,8 +136,6 @@ def _construct(where: str, name: Any, arguments: Any) -> Any:
   """Builds the dataclass of a name with the arguments of a config."""
   cls = registry.lookup(where, name, _CLASSES)
   where, arguments = f"{where} ({name!r})", dict(arguments)
-  if not dataclasses.is_dataclass(cls):
-    raise TypeError(f"{where} must name a dataclass, got {cls!r}.")
   if cls is Optimizer:
     name = arguments.pop("name", None)
     arguments = {"name": name, "arguments": tuple(arguments.items())}

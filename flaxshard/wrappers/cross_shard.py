@@ -114,7 +114,6 @@ class CrossShard(base.Base):
         "there are no replicas: the gradients are not reduced.",
       )
       return next(target, grads), state
-    self.check_replicas(context.num_replicas_in_sync)
     if context.aggregation_skipped:
       return next(target, grads), state
     grads = replica_context.reduce_gradients(self.reduction, grads, self.groups)

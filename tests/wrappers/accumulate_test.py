@@ -210,30 +210,6 @@ def test_sums_are_sharded_like_the_parameters():
     assert tree["w1"].sharding == sharding
 
 
-# -- Order.
-
-
-@pytest.mark.parametrize(
-  ["wrappers", "message"],
-  [
-    ([fs.Accumulate(2), fs.LossScale()], "put 'loss_scale' first"),
-    ([fs.AGN(2), fs.Accumulate(2)], "put 'accumulate' first"),
-    (
-      [fs.Accumulate(2), fs.CrossShard()],
-      r"per_replica=False\): put 'cross_shard' first",
-    ),
-    (
-      [fs.CrossShard(), fs.Accumulate(2, per_replica=True)],
-      "put 'accumulate' first",
-    ),
-    ([fs.AGN(2), fs.EMA()], "put 'ema' first"),
-  ],
-)
-def test_wrong_order_raises(wrappers, message):
-  with pytest.raises(ValueError, match=message):
-    create(wrappers)
-
-
 # -- Checkpoints.
 
 

@@ -81,6 +81,19 @@ step = jax.jit(lambda state, g: state.apply_gradients(grads={"w": g}))
     (["loss_scale"], TypeError, r"wrappers\[0\].*'loss_scale'"),
     ([fs.LossScale(8), fs.LossScale()], ValueError, r"wrappers\[1\].* twice"),
     ([fs.AGN(), fs.CrossShard()], ValueError, "put 'cross_shard' first"),
+    ([fs.AGN(2), fs.Accumulate(2)], ValueError, "put 'accumulate' first"),
+    ([fs.AGN(2), fs.EMA()], ValueError, "put 'ema' first"),
+    ([fs.Accumulate(2), fs.LossScale()], ValueError, "put 'loss_scale' first"),
+    (
+      [fs.Accumulate(2), fs.CrossShard()],
+      ValueError,
+      r"per_replica=False\): put 'cross_shard' first",
+    ),
+    (
+      [fs.CrossShard(), fs.Accumulate(2, per_replica=True)],
+      ValueError,
+      "put 'accumulate' first",
+    ),
   ],
 )
 def test_wrappers_that_cannot_be(wrappers, error, fact):

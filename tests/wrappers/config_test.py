@@ -28,7 +28,7 @@ def mine(monkeypatch):
 
   module = types.ModuleType("some_users_module")
   module.Mine = Mine
-  module.not_a_dataclass = dict
+  module.not_a_wrapper = lambda: 3
   monkeypatch.setitem(sys.modules, "some_users_module", module)
   monkeypatch.setattr(Mine, "__module__", "some_users_module")
   return "some_users_module:Mine"
@@ -81,7 +81,7 @@ def test_every_built_in_wrapper_has_a_name():
     ("loss_scale", TypeError, "wrappers"),
     ([3], TypeError, "wrappers[0]"),
     ([("loss_scale", 8)], TypeError, "wrappers[0]"),
-    (["some_users_module:not_a_dataclass"], TypeError, "dataclass"),
+    (["some_users_module:not_a_wrapper"], TypeError, "wrappers[0]"),
     (["flaxshard.core.policy:Policy"], TypeError, "wrappers[0] Policy"),
     (["loss_scale"] * 2, ValueError, "'loss_scale' twice"),
   ],
