@@ -1,11 +1,11 @@
 """Tasks: what a training loop trains, and how it is evaluated."""
 
 from flaxshard.tasks.adapted import adapt
+from flaxshard.tasks.apply import Apply
 from flaxshard.tasks.classification import Classification
 from flaxshard.tasks.classification import LanguageModeling
 from flaxshard.tasks.load import BUILTIN
 from flaxshard.tasks.load import create
-from flaxshard.tasks.task import Apply
 from flaxshard.tasks.task import Aux
 from flaxshard.tasks.task import Batch
 from flaxshard.tasks.task import Evaluation

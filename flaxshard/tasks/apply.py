@@ -79,10 +79,12 @@ def train_rngs(rng: jax.Array, step: jax.Array) -> Rngs:
 
 
 @flax.struct.dataclass
-class BoundApply:
-  """Applies the model of a state; see `flaxshard.tasks.Apply`.
+class Apply:
+  """Applies the model; the training loop makes it for a loss.
 
-  It is a pytree, so that it can be an argument of a jitted function.
+  It already knows the collections of the state, the mode (training or
+  evaluation) and the random streams. It is a pytree, so that it can be an
+  argument of a jitted function.
 
   Attributes:
     collections: The collections of the state.
@@ -106,7 +108,26 @@ class BoundApply:
     method: str | Callable[..., Any] | None = None,
     **kwargs: Any,
   ) -> tuple[Any, dict[str, Any]]:
-    """Calls the model; see `flaxshard.tasks.Apply`."""
+    """Calls the model.
+
+    `train`, `training`, `is_training`, `deterministic` and
+    `use_running_average` are passed if the signature of the call has them. An
+    NNX module is put in training or evaluation mode.
+
+    Args:
+      params: The parameters.
+      *args: Arguments of the model's call.
+      rngs: Random streams by name; None is those of the loss.
+      collections: Values of collections in place of those of the state, such
+        as the ones that an earlier call returned.
+      mutable: Names of further collections to return, such as sown losses.
+      method: The method to call, or its name; None for `__call__`.
+      **kwargs: Keyword arguments of the model's call.
+
+    Returns:
+      `(outputs, collections)`: in training the new values of the collections of
+      the state, and those that `mutable` names; in evaluation the latter alone.
+    """
     given = {**self.collections, **(collections or {})}
     if unknown := given.keys() - self.collections.keys():
       raise ValueError(
@@ -147,7 +168,7 @@ class BoundApply:
     return outputs, _restore_keys(dict(new), given)
 
 
-def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> BoundApply:
+def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> Apply:
   """Returns a function that applies the model of a state.
 
   Args:
@@ -155,7 +176,7 @@ def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> BoundApply:
     train: Whether the model is in training mode.
     rngs: The streams of a call that passes none.
   """
-  return BoundApply(
+  return Apply(
     collections=fields_lib.collections(state),
     default_rngs=rngs,
     apply_fn=state.apply_fn,

@@ -16,6 +16,7 @@ from flaxshard.core import checks
 from flaxshard.data import examples as examples_lib
 from flaxshard.data import sources
 from flaxshard.tasks import task as task_lib
+from flaxshard.tasks.apply import Apply
 
 
 @flax.struct.dataclass
@@ -62,7 +63,7 @@ class Classification:
 
   def loss(
     self,
-    apply_fn: task_lib.Apply,
+    apply_fn: Apply,
     params: Any,
     batch: task_lib.Batch,
     rngs: Mapping[str, jax.Array],

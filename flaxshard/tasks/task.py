@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 from clu import metrics as clu_metrics
 import flax
 import jax
 
-if TYPE_CHECKING:
-  from flaxshard.state.train_state import TrainState
+from flaxshard.state.train_state import TrainState
+from flaxshard.tasks.apply import Apply
 
 Batch = Mapping[str, jax.Array]
-
-
-class Apply(Protocol):
-  """Applies the model; the training loop makes it for a loss.
-
-  It already knows the collections of the state, the mode (training or
-  evaluation) and the random streams.
-  """
-
-  def __call__(
-    self,
-    params: Any,
-    *args: Any,
-    rngs: Mapping[str, jax.Array] | None = None,
-    collections: Mapping[str, Any] | None = None,
-    mutable: Sequence[str] = (),
-    method: str | Callable[..., Any] | None = None,
-    **kwargs: Any,
-  ) -> tuple[Any, dict[str, Any]]:
-    """Calls the model.
-
-    `train`, `training`, `is_training`, `deterministic` and
-    `use_running_average` are passed if the signature of the call has them. An
-    NNX module is put in training or evaluation mode.
-
-    Args:
-      params: The parameters.
-      *args: Arguments of the model's call.
-      rngs: Random streams by name; None is those of the loss.
-      collections: Values of collections in place of those of the state, such
-        as the ones that an earlier call returned.
-      mutable: Names of further collections to return, such as sown losses.
-      method: The method to call, or its name; None for `__call__`.
-      **kwargs: Keyword arguments of the model's call.
-
-    Returns:
-      `(outputs, collections)`: in training the new values of the collections of
-      the state, and those that `mutable` names; in evaluation the latter alone.
-    """
-    ...
 
 
 @flax.struct.dataclass

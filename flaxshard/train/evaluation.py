@@ -17,7 +17,6 @@ from flaxshard.core import checks
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
-from flaxshard.tasks import task as task_lib
 from flaxshard.train import devices
 from flaxshard.train import setup as setup_lib
 
@@ -39,7 +38,7 @@ class Evaluation:
   rng: jax.Array
 
   @property
-  def apply_fn(self) -> task_lib.Apply:
+  def apply_fn(self) -> apply.Apply:
     """Applies the model in evaluation mode."""
     return apply.apply_in(self.state, train=False, rngs=apply.Rngs(self.rng))
 
