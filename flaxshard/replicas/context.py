@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 import contextlib
 import contextvars
 import dataclasses
@@ -27,9 +27,6 @@ from flaxshard.replicas import rows
 from flaxshard.replicas import values
 
 PyTree = Any
-# Groups of replica numbers, as `axis_index_groups` of `lax.psum`; None means
-# that all replicas are one group.
-Groups = Sequence[Sequence[int]] | None
 # The name that marks values in a jaxpr as replicated.
 ASSUMED_REPLICATED = "flaxshard.assume_replicated"
 # The names that mark, for the warnings of `Strategy.run`, gradients that are
@@ -271,7 +268,7 @@ def num_replicas() -> int:
 
 
 def reduce_over_replicas(
-  op: str, tree: PyTree, groups: Groups = None
+  op: str, tree: PyTree, groups: rows.Groups = None
 ) -> PyTree:
   """Reduces arrays over the replicas, in one collective.
 
@@ -282,7 +279,7 @@ def reduce_over_replicas(
     op: `"sum"`, `"mean"` or `"max"`.
     tree: A tree of arrays, the values of this replica; for `"sum"` and `"mean"`
       also of `IndexedSlices`.
-    groups: Groups of equal size to reduce within; None for all replicas.
+    groups: rows.Groups of equal size to reduce within; None for all replicas.
 
   Returns:
     A tree of arrays of the same shapes and dtypes.
@@ -309,7 +306,7 @@ def reduce_over_replicas(
 
 
 def _reduce_arrays(
-  op: str, arrays: list[jax.Array], groups: Groups
+  op: str, arrays: list[jax.Array], groups: rows.Groups
 ) -> list[jax.Array]:
   """Reduces arrays over several replicas, in one collective."""
   collectives: dict[str, Any] = {
@@ -355,7 +352,9 @@ def all_replicas(finite: jax.Array) -> jax.Array:
   return reduce_over_replicas("sum", (~finite).astype(jnp.int32)) == 0
 
 
-def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
+def reduce_gradients(
+  op: str, grads: PyTree, groups: rows.Groups = None
+) -> PyTree:
   """Sums or averages gradients over the replicas.
 
   The statistics among them, the leaves of Flax's overwrite-with-gradient
@@ -386,7 +385,7 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
   return jax.tree.unflatten(treedef, list(found.values()))
 
 
-def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
+def mean_collection(tree: PyTree, groups: rows.Groups = None) -> PyTree:
   """Averages a collection over the replicas, or over those of a group.
 
   Floating-point leaves are averaged, as TensorFlow averages the moving
@@ -395,7 +394,7 @@ def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
 
   Args:
     tree: A tree of arrays, the values of this replica.
-    groups: Groups of equal size; None for all replicas.
+    groups: rows.Groups of equal size; None for all replicas.
   """
   firsts = [min(group) for group in groups or [[0]]]
 

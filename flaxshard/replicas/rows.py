@@ -26,6 +26,8 @@ P = jax.sharding.PartitionSpec
 SUMMED = "flaxshard.summed_rows"
 # JAX name scope of the collectives: compiled programs name it.
 _SCOPE = "gradient_rows"
+# Groups of replica numbers, as `axis_index_groups` of `lax.psum`; None means
+# that all replicas are one group.
 Groups = Sequence[Sequence[int]] | None
 
 

@@ -44,7 +44,7 @@ _ELEMENTWISE = frozenset(
 def value_and_grad(
   fn: Callable[[PyTree], tuple[jax.Array, Any]],
   params: PyTree,
-  mask: PyTree | None,
+  mask: PyTree,
   differentiate: Callable[..., Any],
 ) -> tuple[tuple[jax.Array, Any], PyTree]:
   """Differentiates a function; the gradients of tables are `IndexedSlices`.
@@ -53,7 +53,7 @@ def value_and_grad(
     fn: Returns a real scalar and a tree of arrays. It is traced once.
     params: The argument of `fn`.
     mask: A tree of booleans like `params`: whether a gradient shall be an
-      `IndexedSlices`. None for no gradient.
+      `IndexedSlices`.
     differentiate: `jax.value_and_grad` of a function that returns a scalar and
       auxiliary output, called with the function and its argument.
 
@@ -74,8 +74,6 @@ def value_and_grad(
     >>> grads["table"].indices.tolist(), grads["bias"].tolist()
     ([7, 3], [2.0, 2.0])
   """
-  if mask is None:
-    return differentiate(fn, params)
   leaves = jax.tree.leaves(params)
   treedef: Any = jax.tree.structure(params)
   program, shapes = jax.make_jaxpr(fn, return_shape=True)(params)

@@ -358,8 +358,8 @@ class AGN(base.Base):
     if replica_context.get_replica_context() is None:
       # Without `Strategy.run` collections are not swapped: the user sees those
       # of this replica after every step.
-      collections = collections | {
-        name: x for name, x in local.collections.items() if name in collections
+      collections = {
+        name: local.collections.get(name, x) for name, x in collections.items()
       }
     return state._replace(
       local_params=local.params,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 
-from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import rows
 from flaxshard.replicas import values
 
 PyTree = Any
@@ -98,7 +98,7 @@ class Base:
   """
 
   reduces: ClassVar[str] = "before"
-  groups: ClassVar[replica_context.Groups] = None
+  groups: ClassVar[rows.Groups] = None
   takes_indexed_slices: ClassVar[bool] = False
 
   def init(self, params: PyTree, tx: Any) -> PyTree:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import rows
 from flaxshard.replicas import values
 from flaxshard.wrappers import base
 from flaxshard.wrappers.accumulate import Accumulate
@@ -73,15 +74,9 @@ def check(wrappers: Iterable[base.Base]) -> Wrappers:
 
 def _conflict(outer: base.Base, inner: base.Base) -> str | None:
   """Returns why a wrapper may not stand inside of another one, if so."""
-  needs_center = isinstance(inner, (Accumulate, EMA))
-  if outer.reduces == "local":
-    if inner.reduces != "before":
-      return "which keeps gradients local"
-    if needs_center:
-      return "whose updates belong to one replica"
-  if isinstance(outer, AGN) and outer.commits_to_store:
-    if inner.reduces != "before" or needs_center:
-      return "which accumulates gradients of the whole process"
+  if outer.reduces == "local" or isinstance(outer, AGN):
+    if inner.reduces != "before" or isinstance(inner, (Accumulate, EMA)):
+      return "whose steps are not those of the center"
   if inner.reduces == "inside" and outer.reduces == "self":
     return "which has reduced the gradients of each batch already"
   if isinstance(outer, Accumulate):
@@ -124,7 +119,7 @@ def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
     checks.warn(note)
 
 
-def groups_of(wrappers: Wrappers) -> replica_context.Groups:
+def groups_of(wrappers: Wrappers) -> rows.Groups:
   """Returns the groups of replicas with the same parameters; None if all."""
   # A wrapper with local updates reduces over all replicas when they commit.
   if has_local_updates(wrappers):
@@ -235,6 +230,8 @@ def map_per_replica(
   """Applies `fn(wrapper's name, leaf)` to the per-replica leaves of states."""
   mapped = dict(states)
   for w in wrappers:
+    if not base.overrides(w, "specs"):
+      continue
     name = base.name_of(w)
     leaves: list[Any] = jax.tree.leaves(states[name])
     treedef: Any = jax.tree.structure(states[name])

@@ -105,13 +105,15 @@ def value_and_grad(
   # A barrier behind a cast from bfloat16 would hide the cast: replicas would
   # exchange the gradients in float32.
   is_gated = is_compiling and gate_gradients != "none"
-  differentiate = narrow_gradients.value_and_grad
+  differentiate: Callable[..., Any] = narrow_gradients.value_and_grad
   if not (is_narrow or is_gated):
     differentiate = _differentiate
   mask = parameter_groups.sparse_mask(tx, trained)
-  (_, value), grads = lookups.value_and_grad(
-    scaled_loss, trained, mask, differentiate
-  )
+  if mask is not None:
+    differentiate = functools.partial(
+      lookups.value_and_grad, mask=mask, differentiate=differentiate
+    )
+  (_, value), grads = differentiate(scaled_loss, trained)
   grads = gradients.normalize(grads)
   if is_gated:
     # XLA runs each operation as soon as its inputs exist. All outputs of a
