@@ -114,7 +114,13 @@ class ReplicaProgram:
     if set(self.mesh.axis_types[1:]) == {jax.sharding.AxisType.Auto}:
       program = open_constraints.forget_mesh(program)
     results = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
-    return self._place(treedef.unflatten(results[i] for i in sorted(results)))
+    shardings = [
+      arguments.default_sharding(self.mesh, leaf.kind) for leaf in kinds
+    ]
+    return self._place(
+      treedef.unflatten(results[i] for i in sorted(results)),
+      treedef.unflatten(shardings),
+    )
 
   def _check(
     self, program: Any, in_specs: Sequence[P], results: Sequence[Leaf]
@@ -146,11 +152,11 @@ class ReplicaProgram:
         mistakes.find(check.gradients, outside, self.batches, count)
       )
 
-  def _place(self, results: PyTree) -> PyTree:
+  def _place(self, results: PyTree, shardings: PyTree) -> PyTree:
     """Gives the TrainStates among the results their shardings."""
     arrived = arguments.states_of(self.treedef.unflatten(self.shardings))
 
-    def place(node: Any) -> Any:
+    def place(node: Any, sharding: Any) -> Any:
       if isinstance(node, Replicated):
         return node.value
       if not arguments.is_state(node):
@@ -160,16 +166,11 @@ class ReplicaProgram:
       # make the next step compile again.
       for i, state in enumerate(arrived):
         if jax.tree.structure(state) == treedef:
-          return jax.tree.map(mesh_lib.constrain, node, arrived.pop(i))
-      shardings = [
-        arguments.default_sharding(self.mesh, leaf.kind)
-        for leaf in arguments.leaves_of(node)
-      ]
-      return jax.tree.map(
-        mesh_lib.constrain, node, treedef.unflatten(shardings)
-      )
+          sharding = arrived.pop(i)
+          break
+      return jax.tree.map(mesh_lib.constrain, node, sharding)
 
-    return jax.tree.map(place, results, is_leaf=arguments.is_node)
+    return jax.tree.map(place, results, shardings, is_leaf=arguments.is_node)
 
 
 def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:

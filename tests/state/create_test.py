@@ -347,6 +347,31 @@ def test_abstract_nnx_state_equals_the_concrete_state():
   assert shapes(from_abstract) == shapes(state)
 
 
+@pytest.mark.parametrize("strategy", [None, STRATEGY])
+def test_create_of_shapes_allocates_nothing(strategy):
+  def create(params):
+    return fs.TrainState.create(
+      apply_fn=None, params=params, tx=ADAM, strategy=strategy
+    )
+
+  split = put(X, None, "model") if strategy else X
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    {"w": jnp.asarray(split)},
+  )
+  state, wanted = create(shapes), create({"w": split})
+  same = lambda a, b: (
+    (a.shape, a.dtype, a.sharding)
+    == (
+      b.shape,
+      b.dtype,
+      b.sharding,
+    )
+  )
+  assert all(jax.tree.leaves(jax.tree.map(same, state, wanted)))
+  assert isinstance(state.opt_state[0].mu["w"], jax.ShapeDtypeStruct)
+
+
 @pytest.mark.slow
 def test_nnx_module_and_function_create_the_same_state():
   function = lambda rngs: Net(rngs)
