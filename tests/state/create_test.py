@@ -360,15 +360,8 @@ def test_create_of_shapes_allocates_nothing(strategy):
     {"w": jnp.asarray(split)},
   )
   state, wanted = create(shapes), create({"w": split})
-  same = lambda a, b: (
-    (a.shape, a.dtype, a.sharding)
-    == (
-      b.shape,
-      b.dtype,
-      b.sharding,
-    )
-  )
-  assert all(jax.tree.leaves(jax.tree.map(same, state, wanted)))
+  facts = lambda s: [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(s)]
+  assert facts(state) == facts(wanted)
   assert isinstance(state.opt_state[0].mu["w"], jax.ShapeDtypeStruct)
 
 
