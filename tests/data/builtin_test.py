@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-from sklearn import datasets
 
 from flaxshard import data
 
 
 def test_digits_are_scikit_learns_with_every_fifth_for_evaluation():
+  # Here, since its import takes seconds.
+  from sklearn import datasets
+
   splits = data.load({"name": "digits"})
   images, targets = datasets.load_digits(return_X_y=True)
   inputs = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
