@@ -37,32 +37,30 @@ _DELETION_SECONDS = 0.5
 _SHOWN = 200
 
 
-def condition(step_dir: Any, contents: bool) -> tuple[str, bool] | None:
-  """Returns whether a step is complete, in words and as a bool.
+def examine(step_dir: Any, contents: bool) -> tuple[str, str | None] | None:
+  """Returns the condition of a step in words, and what it holds as text.
 
   Args:
     step_dir: Path of the directory of the step.
     contents: Whether to read all files; otherwise only sizes are compared.
 
   Returns:
-    None if another program has deleted the step meanwhile.
+    The second is None for a step that cannot be restored. All is None if
+    another program has deleted the step meanwhile.
   """
   try:
-    if digests.verify(step_dir, contents=contents):
-      return ("complete, verified" if contents else "complete"), True
-    # Without digests, only check that there is a train state.
-    reader.open_unverified(step_dir)
-    return "complete, without digests", True
+    has_digests = digests.verify(step_dir, contents=contents)
+    text = describe(step_dir)
   except Exception as e:  # of Orbax
-    if _is_gone(step_dir):
+    time.sleep(_DELETION_SECONDS)
+    if not step_dir.exists():
       return None
-    kind = "damaged" if isinstance(e, digests.Damaged) else "not restorable"
-    return f"{kind}: {e}", False
-
-
-def _is_gone(step_dir: Any) -> bool:
-  time.sleep(_DELETION_SECONDS)
-  return not step_dir.exists()
+    if isinstance(e, digests.Damaged):
+      return f"damaged: {e}", None
+    return f"not restorable: {multihost.summarize_error(e)}", None
+  if not has_digests:
+    return "complete, without digests", text
+  return "complete, verified" if contents else "complete", text
 
 
 def describe(step_dir: Any) -> str:
@@ -128,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _show(args.directory, args.step, args.verify)
   except (OSError, ValueError) as e:
     print(f"error: {e}", file=sys.stderr)
-    return 1 if isinstance(e, digests.Damaged) else 2
+    return 2
 
 
 def _show(directory: str, step: int | None, verify: bool) -> int:
@@ -136,33 +134,28 @@ def _show(directory: str, step: int | None, verify: bool) -> int:
   if step is None and (step := steps.number_of(where)) is not None:
     where = where.parent
   where = steps.directory_of_steps(where)
-  found: dict[int, tuple[str, bool]] = {}
+  found: dict[int, tuple[str, str | None]] = {}
   # The program that saves may delete all of them, and save others.
   while not found and (paths := steps.find(where)):
-    conditions = {n: condition(path, verify) for n, path in paths.items()}
-    found = {n: c for n, c in conditions.items() if c is not None}
+    examined = {n: examine(path, verify) for n, path in paths.items()}
+    found = {n: result for n, result in examined.items() if result is not None}
   if not found:
     missing = steps.describe_missing(where)
     raise ValueError(f"no checkpoint in {where}: {missing}")
   if step is not None and step not in found:
     raise ValueError(f"{where} has no step {step}, only {list(found)}.")
   print(where)
-  for number, (text, _) in found.items():
-    print(f"  {number:>8}  {text}")
+  for number, (condition, _) in found.items():
+    print(f"  {number:>8}  {condition}")
   for path in sorted({*where.iterdir()} - {*paths.values()}):
     if path.is_dir():
       # Such as `20.damaged`, or a save that has not finished.
       print(f"  not counted: {path.name}")
-  usable = [n for n, (_, is_usable) in found.items() if is_usable]
-  for number in reversed(usable) if step is None else {step} & {*usable}:
-    try:
-      print(f"\n{describe(paths[number])}")
-      break
-    except Exception as e:
-      if not _is_gone(paths[number]):
-        message = f"{paths[number]} cannot be read: "
-        raise digests.Damaged(message + multihost.summarize_error(e)) from e
-  return 1 if len(usable) < len(found) else 0
+  whole = {number: text for number, (_, text) in found.items() if text}
+  shown = max(whole, default=None) if step is None else step
+  if shown in whole:
+    print(f"\n{whole[shown]}")
+  return 1 if len(whole) < len(found) else 0
 
 
 if __name__ == "__main__":

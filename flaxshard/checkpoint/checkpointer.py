@@ -13,10 +13,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import choose
-from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import items as items_lib
 from flaxshard.checkpoint import positions
-from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import restoring
 from flaxshard.checkpoint import saving
 from flaxshard.checkpoint import steps
@@ -319,28 +317,11 @@ class Checkpointer:
     compile_only.check_can_hold("restore: state", state)
     self.wait()
 
-    def restore_step(number: int, where: Any) -> S:
-      try:
-        return self._restore(state, where, data)
-      except digests_lib.Damaged:
-        self._saver.damaged.add(number)
-        raise
-
     self._restored_step, restored = choose.read_newest(
-      self.directory, self._saver.paths, step, restore_step
+      self.directory,
+      step,
+      lambda path: restoring.restore_step(path, state, data=data),
+      self._saver.paths,
+      self._saver.damaged,
     )
-    return restored
-
-  def _restore(self, state: S, where: Any, data: Positioned | None) -> S:
-    """Restores the state, then sets the data, if it is given."""
-    leaves = reader.open_step(where)
-    position = None
-    if data is not None:
-      with multihost.raise_on_all_processes(digests_lib.Damaged, ValueError):
-        position = positions.read(data, where)
-    restored = restoring.restore_leaves(where, leaves, state)
-    if data is not None:
-      # Not before: a damaged step must leave the data where it is.
-      with multihost.raise_on_all_processes(TypeError, ValueError):
-        positions.apply(data, position)
     return restored

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import re
 from typing import Any, TypeVar
 
 import jax
@@ -132,17 +131,16 @@ def _is_finite(value: Any) -> bool:
   return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def look(
-  directory: Any, names: re.Pattern[str] | None = None
-) -> tuple[dict[int, Any], set[int]]:
+def look(directory: Any) -> tuple[dict[int, Any], set[int]]:
   """Returns the path of each step, and which steps are visibly damaged.
+
+  They are the steps of `Checkpointer` and of `flax.training.checkpoints`, in
+  this order. Only the former are looked at.
 
   Args:
     directory: Path of the directory of the steps.
-    names: The names that count as steps; None: those of `Checkpointer` and
-      `flax.training.checkpoints`, in this order.
   """
-  found = steps.find(directory, names or steps.OURS)
+  found = steps.find(directory, steps.OURS)
   damaged = set()
   for number, path in list(found.items()):
     try:
@@ -152,9 +150,7 @@ def look(
         damaged.add(number)
       else:  # it was just deleted
         del found[number]
-  if names is None:
-    found = steps.find(directory, steps.FLAX) | found
-  return found, damaged
+  return steps.find(directory, steps.FLAX) | found, damaged
 
 
 def best_step(
@@ -172,7 +168,7 @@ def best_step(
   Returns:
     The step; None if no step has a finite value of the metric.
   """
-  found, unreadable = look(steps.directory_of_steps(directory), steps.OURS)
+  found, unreadable = look(steps.directory_of_steps(directory))
   ranks: dict[float, int] = {}
   for step in found.keys() - unreadable - {*damaged}:
     # Without metrics, or just deleted.
@@ -184,11 +180,33 @@ def best_step(
   return ranks[max(ranks)] if ranks else None
 
 
+def read(path: Any, step: int | None, read_step: Callable[[Any], _T]) -> _T:
+  """Reads a step at a path: the path itself, or the newest in its directory.
+
+  Args:
+    path: A step, a directory of steps, or a workdir.
+    step: The only step to read; None means the newest.
+    read_step: As in `read_newest`.
+
+  Returns:
+    What `read_step` returned.
+
+  Raises:
+    ValueError: As in `read_newest`.
+  """
+  if steps.is_step(path) and step in (None, steps.number_of(path)):
+    return read_step(steps.as_path(path))
+  directory = steps.directory_of_steps(path)
+  list_steps = lambda: steps.find(directory)
+  return read_newest(directory, step, read_step, list_steps)[1]
+
+
 def read_newest(
   directory: Any,
-  list_steps: Callable[[], Mapping[int, Any]],
   step: int | None,
-  read_step: Callable[[int, Any], _T],
+  read_step: Callable[[Any], _T],
+  list_steps: Callable[[], Mapping[int, Any]],
+  damaged: set[int] | None = None,
 ) -> tuple[int, _T]:
   """Reads the newest step that is not damaged.
 
@@ -197,9 +215,10 @@ def read_newest(
 
   Args:
     directory: The directory of the steps.
-    list_steps: Returns the path of each step in it.
     step: The only step to read; None means the newest.
-    read_step: Reads a step, or raises `digests.Damaged`.
+    read_step: Reads the step at a path, or raises `digests.Damaged`.
+    list_steps: Returns the path of each step in the directory.
+    damaged: Gets the numbers of the steps that were found to be damaged.
 
   Returns:
     The number of the step, and what `read_step` returned.
@@ -224,15 +243,17 @@ def read_newest(
   while remaining := found.keys() - failures.keys():
     number = max(remaining) if step is None else step
     try:
-      return number, read_step(number, found[number])
+      return number, read_step(found[number])
     except Exception as e:
       error = _find_damage(found[number], e)
       if error is None:
         raise
+      failures[number] = str(error)
+      if damaged is not None:
+        damaged.add(number)
       if step is not None:
         raise error from e
       _log.warning("step %d is damaged, passed over: %s", number, error)
-      failures[number] = str(error)
     # All processes must read the same step, so they list the steps once.
     if jax.process_count() == 1:
       found = list_steps()

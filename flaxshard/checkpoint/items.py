@@ -69,7 +69,10 @@ def save_args(
   plain: Any = {}
   states: Any = {}
   for name, s in by_name(state).items():
-    s = _of_first_replica(s)
+    note = replica_groups.describe_divergence(s)
+    if note is not None:
+      _log.info("step %d: %s", int(s.step), note)
+      s = replica_groups.of_first_replica(s)
     plain[name] = fields_lib.plain_state(s)
     own = {n: x for n, x in s.wrapper_states.items() if jax.tree.leaves(x)}
     if own:
@@ -115,14 +118,6 @@ def item_handlers(
 def by_name(state: States) -> Mapping[str, TrainState]:
   """Returns states by name; a single one has the name `""`."""
   return state if isinstance(state, Mapping) else {"": state}
-
-
-def _of_first_replica(state: TrainState) -> TrainState:
-  """Returns the state of replica 0; logs it if groups of replicas differ."""
-  note = replica_groups.describe_divergence(state)
-  if note is not None:
-    _log.info("step %d: %s", int(state.step), note)
-  return replica_groups.of_first_replica(state)
 
 
 def metadata(

@@ -79,7 +79,7 @@ def files(data: Positioned) -> dict[str, bytes]:
 
 
 def read(data: Positioned, step_dir: Any) -> Any:
-  """Returns the position in a step, for `apply`.
+  """Returns the position in a step, for `data.set_state`.
 
   Args:
     data: The iterator; it is not changed.
@@ -119,13 +119,6 @@ def read(data: Positioned, step_dir: Any) -> Any:
     raise digests.Damaged(
       f"{item_dir}/ has a position that is not JSON: {e}."
     ) from e
-
-
-def apply(data: Positioned, position: Any) -> None:
-  """Sets an iterator to a position that was read."""
-  data.set_state(position)
-  if hasattr(data, "start_prefetch"):
-    data.start_prefetch()
 
 
 def _is_global(data: Positioned) -> bool:

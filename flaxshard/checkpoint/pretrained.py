@@ -234,15 +234,9 @@ def _open(path: Any, step: int | None, item: str | None) -> tuple[Any, _Leaves]:
     if file is not None:
       # There are no digests; the package checks the sizes.
       return file, safetensors_files.open_leaves(file)
-  if steps.is_step(path) and step in (None, steps.number_of(path)):
-    return path, reader.open_step(path, item)
-  directory = steps.directory_of_steps(path)
-  return choose.read_newest(
-    directory,
-    lambda: steps.find(directory),
-    step,
-    lambda _, where: (where, reader.open_step(where, item)),
-  )[1]
+  return choose.read(
+    path, step, lambda where: (where, reader.open_step(where, item))
+  )
 
 
 def _below(

@@ -46,11 +46,13 @@ class SavedLeaf:
     shape: Its shape. PRNG keys appear as the integers on disk.
     dtype: Its dtype; the widest of its kind for a Python number, which has no
       dtype of its own.
-    is_number: Whether it is a Python number.
+    is_number: Whether it is a Python number or the step, which other programs
+      save with 64 bits: it may have another dtype with the same value.
     tree: The name of its item, or of its file.
     key: Its path there.
     read: Reads leaves of this tree, given the shape, dtype and sharding to
-      restore each with, by key. An array may have another dtype than asked for.
+      restore each with, by key. A leaf may be on the host, or have another
+      dtype than asked for.
   """
 
   shape: tuple[int, ...]
@@ -58,16 +60,14 @@ class SavedLeaf:
   is_number: bool
   tree: str
   key: Path
-  read: Callable[[Mapping[Path, Asked]], dict[Path, jax.Array]]
+  read: Callable[[Mapping[Path, Asked]], Mapping[Path, Any]]
 
   def as_wanted(self, wanted: Any) -> Any:
     """Returns `wanted` if the leaf may become it with a cast, else itself."""
     fits = (
       wanted is not None
-      # Other programs save the step with 64 bits.
-      and (self.is_number or self.key == ("step",))
-      and self.shape == ()
-      and wanted.shape == ()
+      and self.is_number
+      and self.shape == wanted.shape == ()
       and np.can_cast(self.dtype, wanted.dtype, "same_kind")
     )
     return wanted if fits else self
@@ -86,8 +86,27 @@ def read(
     by_tree[leaf.read][leaf.key] = asked
   found = {read: read(asked) for read, asked in by_tree.items()}
   return {
-    name: found[leaf.read][leaf.key] for name, (leaf, _) in wanted.items()
+    name: _place(leaf, found[leaf.read][leaf.key], asked)
+    for name, (leaf, asked) in wanted.items()
   }
+
+
+def _place(leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
+  """Returns a leaf that was read as an array with the wanted sharding."""
+  if isinstance(x, jax.Array):
+    return x
+  if leaf.is_number:
+    # astype wraps numbers around without an error.
+    number = np.asarray(x).astype(asked.dtype)
+    if number.item() != x:
+      raise ValueError(
+        f"{leaf.tree}: {'/'.join(leaf.key)}: {x} is not exact in {asked.dtype}."
+      )
+    x = number
+  # Each device gets only its part.
+  return jax.make_array_from_callback(
+    np.shape(x), asked.sharding, lambda index: x[index]
+  )
 
 
 def open_step(
@@ -129,7 +148,16 @@ def open_unverified(
     names = steps.PLAIN if plain_item is None else (plain_item,)
     found = [there[name] for name in names if name in there]
     if not found:
-      _raise_missing(where, names, sorted(there.keys() - {steps.WRAPPERS}))
+      message = f"{where} has no train state in an item "
+      message += " or ".join(map(repr, names))
+      others = sorted(there.keys() - {steps.WRAPPERS})
+      if not others:
+        raise digests.Damaged(f"{message}.")
+      # Another program names its items as it likes: nothing is lost.
+      raise ValueError(
+        f"{message}, only {', '.join(map(repr, others))}: plain_item is the "
+        "name of the item to restore."
+      )
     leaves = _orbax_leaves(found[0])
   if steps.WRAPPERS in there:
     leaves |= {
@@ -137,18 +165,6 @@ def open_unverified(
       for key, leaf in _orbax_leaves(there[steps.WRAPPERS]).items()
     }
   return leaves
-
-
-def _raise_missing(where: Any, names: Iterable[str], others: list[str]) -> None:
-  wanted = " or ".join(map(repr, names))
-  message = f"{where} has no train state in an item {wanted}"
-  # Another program names its items as it likes: nothing is lost.
-  if others:
-    raise ValueError(
-      f"{message}, only {', '.join(map(repr, others))}: plain_item is the name "
-      "of the item to restore."
-    )
-  raise digests.Damaged(f"{message}.")
 
 
 def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
@@ -167,33 +183,32 @@ def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
   saved = ocp.PyTreeCheckpointHandler().metadata(directory).tree
   metadata = trees.leaves_by_path(saved)
 
-  def read_leaves(wanted: Mapping[Path, Asked]) -> dict[Path, Any]:
+  def read_leaves(wanted: Mapping[Path, Asked]) -> Mapping[Path, Any]:
     def request(path: Any, x: Any) -> Any:
       key = trees.path_strings(path)
-      asked = wanted.get(key)
-      if asked is None:
+      if key not in wanted:
         return ocp.PLACEHOLDER
       # In the saved dtype, so that `_place` notices a cast that changes it.
-      if _is_number(x):
+      if isinstance(x, ocp.metadata.value.ScalarMetadata):
         return x.dtype.type(0).item()
-      is_cast = key == ("step",) and x.dtype != asked.dtype
-      return np.zeros((), x.dtype) if is_cast else asked
+      return np.zeros((), x.dtype) if leaves[key].is_number else wanted[key]
 
     tree = jax.tree_util.tree_map_with_path(request, saved)
-    found = trees.leaves_by_path(
-      read_item(directory, tree, map(metadata.__getitem__, wanted))
-    )
-    return {
-      key: _place(directory, key, found[key], asked)
-      for key, asked in wanted.items()
-    }
+    chosen = [metadata[key] for key in wanted]
+    return trees.leaves_by_path(read_item(directory, tree, chosen))
 
-  return {
-    key: SavedLeaf(
-      tuple(x.shape), x.dtype, _is_number(x), directory.name, key, read_leaves
+  leaves = {}
+  for key, x in metadata.items():
+    is_number = isinstance(x, ocp.metadata.value.ScalarMetadata)
+    leaves[key] = SavedLeaf(
+      shape=tuple(x.shape),
+      dtype=x.dtype,
+      is_number=is_number or (key == ("step",) and x.shape == ()),
+      tree=directory.name,
+      key=key,
+      read=read_leaves,
     )
-    for key, x in metadata.items()
-  }
+  return leaves
 
 
 def read_item(directory: Any, item: Any, leaves: Iterable[Any]) -> Any:
@@ -233,11 +248,6 @@ def _bytes_to_read(x: Any) -> int:
   return math.prod(size) * np.dtype(x.dtype).itemsize
 
 
-def _is_number(x: Any) -> bool:
-  """Returns whether metadata is that of a Python number."""
-  return isinstance(x, ocp.metadata.value.ScalarMetadata)
-
-
 def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
   """Returns the leaves in a msgpack file of Flax."""
   content = file.read_bytes()
@@ -245,35 +255,12 @@ def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
     found = trees.leaves_by_path(serialization.msgpack_restore(content))
   except Exception as e:  # msgpack has no one type of error for a wrong file
     raise digests.Damaged(f"{file} is no checkpoint of Flax: {e}") from e
-
-  def read_leaves(wanted: Mapping[Path, Asked]) -> dict[Path, Any]:
-    return {
-      key: _place(file, key, found[key], asked) for key, asked in wanted.items()
-    }
-
+  read_leaves = lambda wanted: found
   leaves = {}
   for key, x in found.items():
-    is_number = isinstance(x, (bool, int, float, complex))
+    is_number = isinstance(x, (bool, int, float, complex)) or key == ("step",)
     x = np.asarray(x)
     leaves[key] = SavedLeaf(
-      x.shape, x.dtype, is_number, file.name, key, read_leaves
+      x.shape, x.dtype, is_number and x.shape == (), file.name, key, read_leaves
     )
   return leaves
-
-
-def _place(where: Any, key: Path, x: Any, asked: Asked) -> jax.Array:
-  """Returns a leaf that was read as an array with the wanted sharding."""
-  if isinstance(x, jax.Array):
-    return x
-  if not isinstance(x, (np.ndarray, np.generic)) or key == ("step",):
-    # astype wraps numbers around without an error.
-    number = np.asarray(x).astype(asked.dtype)
-    if number.item() != x:
-      raise ValueError(
-        f"{where}: {'/'.join(key)}: {x} is not exact in {asked.dtype}."
-      )
-    x = number
-  # Each device gets only its part.
-  return jax.make_array_from_callback(
-    np.shape(x), asked.sharding, lambda index: x[index]
-  )

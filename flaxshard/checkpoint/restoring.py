@@ -21,9 +21,10 @@ import orbax.checkpoint as ocp
 from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import items
+from flaxshard.checkpoint import positions
 from flaxshard.checkpoint import reader
-from flaxshard.checkpoint import steps
 from flaxshard.checkpoint import wrapper_states
+from flaxshard.checkpoint.reader import Asked
 from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.checkpoint.reader import WRAPPER_STATES
@@ -94,46 +95,50 @@ def restore(
       Nothing is cast or filled in, and nothing on disk is changed.
   """
   items.check_state(state)
-  if isinstance(manager, (str, os.PathLike)):
-    directory = steps.as_path(manager)
-    if steps.is_step(directory) and step in (None, steps.number_of(directory)):
-      return restore_step(directory, state, plain_item)
-    directory = steps.directory_of_steps(directory)
-  else:  # Orbax's managers have no common class
-    directory = manager.directory
+  where = manager
+  if not isinstance(manager, (str, os.PathLike)):
+    where = manager.directory  # Orbax's managers have no common class
     if isinstance(manager, ocp.CheckpointManager):
       manager.wait_until_finished()  # the newest step may not be complete yet
-  return restore_newest(directory, state, step, plain_item)[1]
-
-
-def restore_newest(
-  directory: Any, state: S, step: int | None, plain_item: str | None = None
-) -> tuple[int, S]:
-  """Returns the step that was restored, and its state.
-
-  Args:
-    directory: The directory of the steps.
-    state: As in `restore`, like the following two.
-    step: See there.
-    plain_item: See there.
-  """
-  return choose.read_newest(
-    directory,
-    lambda: steps.find(directory),
-    step,
-    lambda _, where: restore_step(where, state, plain_item),
+  return choose.read(
+    where, step, lambda path: restore_step(path, state, plain_item)
   )
 
 
-def restore_step(where: Any, state: S, plain_item: str | None = None) -> S:
+def restore_step(
+  where: Any,
+  state: S,
+  plain_item: str | None = None,
+  data: positions.Positioned | None = None,
+) -> S:
   """Restores one step, as `restore`.
 
   Args:
     where: The directory of the step, or its file.
     state: See `restore`.
     plain_item: See there.
+    data: The iterator to set to the position in the step.
+
+  Raises:
+    Damaged: The files are damaged.
+    ValueError: The leaves differ, or one was not restored as it was asked for;
+      the message names the first path.
   """
-  return restore_leaves(where, reader.open_step(where, plain_item), state)
+  saved = reader.open_step(where, plain_item)
+  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
+    position = None if data is None else positions.read(data, where)
+  plans = {
+    name: _Plan(where, reader.part(saved, name) if name else saved, part)
+    for name, part in items.by_name(state).items()
+  }
+  restored: Any = {name: plan.restore() for name, plan in plans.items()}
+  if data is not None:
+    # Not before: a damaged step must leave the data where it is.
+    with multihost.raise_on_all_processes(TypeError, ValueError):
+      data.set_state(position)
+      if hasattr(data, "start_prefetch"):
+        data.start_prefetch()
+  return restored if isinstance(state, Mapping) else restored[""]
 
 
 def sources(saved: Leaves, wanted: Leaves) -> dict[Path, Path]:
@@ -164,28 +169,6 @@ def _path_here(path: Path) -> Path:
   return ()
 
 
-def restore_leaves(where: Any, saved: Mapping[Path, SavedLeaf], state: S) -> S:
-  """Restores an opened step.
-
-  Args:
-    where: The step.
-    saved: Its leaves, by path.
-    state: The state to restore into: arrays, or `jax.ShapeDtypeStruct`s. Or
-      states by name.
-
-  Raises:
-    Damaged: The files are damaged.
-    ValueError: The leaves differ, or one was not restored as it was asked for;
-      the message names the first path.
-  """
-  plans = {
-    name: _Plan(where, reader.part(saved, name) if name else saved, part)
-    for name, part in items.by_name(state).items()
-  }
-  restored: Any = {name: plan.restore() for name, plan in plans.items()}
-  return restored if isinstance(state, Mapping) else restored[""]
-
-
 class _Plan:
   """The source of each leaf of a train state.
 
@@ -205,40 +188,40 @@ class _Plan:
       for path, x in trees.leaves_by_path(tree).items()
     }
     self._sources = sources(saved, self._wanted)
-    plans = [self._plan_wrapper(wrapper) for wrapper in state.wrappers]
-    self._new = [new for new in plans if new is not None]
+    self._new: dict[Path, wrapper_states.NewState] = {}
+    for wrapper in state.wrappers:
+      self._plan_wrapper(wrapper)
     self._check_others()
 
   def _note(self, note: str) -> None:
     _log.info("%s: %s", self._where, note)
 
-  def _plan_wrapper(self, wrapper: base.Base) -> wrapper_states.NewState | None:
-    """Returns how a wrapper makes its state; None if it is as it was saved."""
+  def _plan_wrapper(self, wrapper: base.Base) -> None:
+    """Notes that a wrapper makes its state, unless it is as it was saved."""
     name = base.name_of(wrapper)
-    template = self._template[WRAPPER_STATES][name]
-    wanted = wrapper_states.by_path(wrapper, template)
-    saved = _below(self._saved, (WRAPPER_STATES, name))
+    at = (WRAPPER_STATES, name)
+    saved, wanted = _below(self._saved, at), _below(self._wanted, at)
     difference = _difference(saved, wanted)
     if not wanted or not difference:
-      return None
+      return
     if not saved:
-      missing = tuple(path for path in wanted if path not in self._sources)
-      fields = {self._sources[p][0] for p in wanted if p in self._sources}
+      difference = None
+      sources = [self._sources.get((*at, *path)) for path in wanted]
+      fields = {source[0] for source in sources if source}
       for field in fields:
         self._note(f"its field {field!r} becomes the state of wrapper {name!r}")
       if not fields:
         self._note(f"it has no state of wrapper {name!r}: that starts fresh")
-      return wrapper_states.NewState(wrapper, template, missing, {}, None)
-    if not base.overrides(wrapper, "restart"):
+    elif not base.overrides(wrapper, "restart"):
       raise ValueError(
         f"{self._where} has another state of wrapper {name!r}, which does not "
         f"define `restart` to go on from it: {difference}."
       )
-    for path in wanted:
-      self._sources.pop(path, None)
-    usable = wrapper_states.go_on_from(wrapper, template, saved)
-    return wrapper_states.NewState(
-      wrapper, template, tuple(wanted), usable, difference
+    else:
+      for path in wanted:
+        self._sources.pop((*at, *path), None)
+    self._new[at] = wrapper_states.NewState(
+      wrapper, self._template[WRAPPER_STATES][name], saved, difference
     )
 
   def _check_others(self) -> None:
@@ -261,8 +244,11 @@ class _Plan:
         has[path] = leaf
     for path in sorted(left):
       self._note(f"it has {left[path]}: left alone")
-    made = {path for new in self._new for path in new.missing}
-    wanted = {p: x for p, x in self._wanted.items() if p not in made}
+    wanted = {
+      path: x
+      for path, x in self._wanted.items()
+      if path in has or path[:2] not in self._new
+    }
     if difference := _difference(has, wanted):
       raise ValueError(
         f"{self._where} was written by another model or optimizer: "
@@ -272,25 +258,26 @@ class _Plan:
   def restore(self) -> TrainState:
     """Reads the leaves of the plan, and returns the restored state."""
     leaves = self._read(
-      {path: self._saved[source] for path, source in self._sources.items()},
-      self._wanted,
-    )
-    target = base.Target(
-      leaves["step",],
-      self._unflatten("params", leaves),
-      self._unflatten("opt_state", leaves),
       {
-        name: self._unflatten(name, leaves)
-        for name in fields_lib.collections(self._state)
-      },
+        path: (self._saved[source], self._wanted[path])
+        for path, source in self._sources.items()
+      }
+    )
+    fields = self._unflatten(leaves)
+    collections = fields_lib.collections(self._state)
+    target = base.Target(
+      fields["step"],
+      fields["params"],
+      fields["opt_state"],
+      {name: fields[name] for name in collections},
       wrapper_states={},
       new_collections={},
     )
-    for new in self._new:
-      saved = self._read(new.saved, new.asked())
-      made = new.make(self._state.tx, target, saved)
+    for at, new in self._new.items():
+      saved = self._read(new.of_any_replicas(self._template["step"].sharding))
+      made = trees.leaves_by_path(new.make(self._state.tx, target, saved))
       if new.difference:
-        dropped = {path[2]: None for path in made if path not in saved}
+        dropped = {path[0]: None for path in made if path not in saved}
         _log.warning(
           "%s has another state of wrapper %r, as for other replicas: %s. It "
           "begins at the restored parameters. Dropped are %s.",
@@ -299,8 +286,8 @@ class _Plan:
           new.difference,
           ", ".join(dropped),
         )
-      leaves |= made
-    fields = {name: self._unflatten(name, leaves) for name in self._template}
+      leaves = {(*at, *path): x for path, x in made.items()} | leaves
+    fields = self._unflatten(leaves)
     # Every replica gets the one value of a per-replica collection.
     given = {name: getattr(self._state, name) for name in fields}
     # Orbax returns arrays that are complete; so does this function.
@@ -309,27 +296,27 @@ class _Plan:
     )
 
   def _read(
-    self, saved: Mapping[Path, SavedLeaf], asked: Leaves
+    self, wanted: Mapping[Path, tuple[SavedLeaf, Asked]]
   ) -> dict[Path, jax.Array]:
     """Reads leaves with the asked shapes, dtypes and shardings."""
     # Reading needs no other process.
     with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-      found = reader.read({p: (leaf, asked[p]) for p, leaf in saved.items()})
+      found = reader.read(wanted)
       # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG
       # key is known only once it is read.
-      asked = {path: asked[path] for path in saved}
+      asked = {path: asked for path, (_, asked) in wanted.items()}
       if difference := trees.difference_by_path(found, asked):
         raise ValueError(
           f"{self._where} was not restored faithfully: {difference}."
         )
     return found
 
-  def _unflatten(self, name: str, leaves: Leaves) -> PyTree:
-    """Returns a field of the state."""
-    tree = self._template[name]
+  def _unflatten(self, leaves: Leaves) -> dict[str, PyTree]:
+    """Returns the fields of the state; what is not made yet stays abstract."""
+    template = trees.leaves_by_path(self._template)
     return jax.tree.unflatten(
-      jax.tree.structure(tree),
-      [leaves[(name, *path)] for path in trees.leaves_by_path(tree)],
+      jax.tree.structure(self._template),
+      [leaves.get(path, x) for path, x in template.items()],
     )
 
 
@@ -369,8 +356,9 @@ def _template(state: TrainState) -> dict[str, PyTree]:
 
 
 def _below(leaves: Leaves, at: Path) -> dict[Path, Any]:
-  """Returns the leaves whose path begins with `at`."""
-  return {path: x for path, x in leaves.items() if path[: len(at)] == at}
+  """Returns the leaves whose path begins with `at`, by the rest of it."""
+  n = len(at)
+  return {path[n:]: x for path, x in leaves.items() if path[:n] == at}
 
 
 def _difference(saved: Mapping[Path, SavedLeaf], wanted: Leaves) -> str | None:

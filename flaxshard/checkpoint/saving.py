@@ -76,7 +76,8 @@ class Saver:
     """Returns the path of each step, also of damaged ones; notes those."""
     if self._manager is None:
       found, damaged = choose.look(self._directory)
-      self.damaged = (self.damaged & found.keys()) | damaged
+      self.damaged.intersection_update(found)
+      self.damaged.update(damaged)
       return found
     # No other program saves here now.
     theirs = steps.find(self._directory, steps.FLAX)
@@ -174,7 +175,7 @@ class Saver:
     elif self.damaged:
       self._manager.reload()
     # No file of Flax is renamed.
-    self.damaged &= steps.find(self._directory, steps.FLAX).keys()
+    self.damaged.intersection_update(steps.find(self._directory, steps.FLAX))
     return self._manager
 
   def _create_manager(self) -> ocp.CheckpointManager:
@@ -214,7 +215,8 @@ class Saver:
       self._unlock = weakref.finalize(self, unlock)
 
   def _rename_damaged(self, new_step: int) -> None:
-    found, damaged = choose.look(self._directory, steps.OURS)
+    _, damaged = choose.look(self._directory)
+    found = steps.find(self._directory, steps.OURS)
     for step in sorted((damaged | self.damaged) & found.keys()):
       path = found[step]
       new_path = path.with_name(f"{path.name}.damaged")

@@ -155,13 +155,17 @@ def load(
   loaded, strategy, create = plan(config, shapes, task, strategy, rules)
   directory = steps.directory_of_steps(workdir)
   chosen = _choose_step(config, workdir, step)
-  restore = lambda: restoring.restore_newest(
-    directory, create(abstract=True), chosen
+  list_steps = lambda: steps.find(directory)
+  restore = lambda: choose.read_newest(
+    directory,
+    chosen,
+    lambda path: restoring.restore_step(path, create(abstract=True)),
+    list_steps,
   )
   if chosen is not None or ranks.store_agn(config) is None:
     number, state = restore()
   else:
-    has_steps = bool(steps.find(directory))
+    has_steps = bool(list_steps())
     newest = restore() if has_steps else (0, create())
     found = _find_final_center(workdir, *newest)
     # Without a step, restoring says what is missing.
