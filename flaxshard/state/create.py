@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
-from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
@@ -113,8 +111,6 @@ def create_train_state(
     (3, 2)
   """
   wrappers = stack.check(wrappers)
-  opt_state_lib.check_tx(tx)
-  tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
   mesh = sharding_lib.mesh_of(strategy, rules)
   if init_kwargs and not isinstance(model, nn.Module):
     # Otherwise a misspelt argument, such as `wrapers`, would be lost.
@@ -140,6 +136,8 @@ def create_train_state(
     tx=tx,
     wrappers=stack.with_policy(wrappers, init.policy),
     strategy=strategy,
+    sparse=sparse,
+    sparse_semantics=sparse_semantics,
     **init.variables,
   )
   if abstract:
