@@ -60,19 +60,14 @@ def open_leaves(file: Any) -> dict[Path, SavedLeaf]:
       tensor that its file lacks, or names differ in dots and slashes alone.
   """
   try:
-    importlib.import_module("safetensors")
-  except ImportError as e:
-    raise ImportError(
-      f"{file} is read by the package safetensors: "
-      'pip install "flaxshard[safetensors]".'
-    ) from e
-  try:
     if file.name.endswith(_INDEX_SUFFIX):
       names = dict(json.loads(file.read_bytes())["weight_map"])
       opened = {n: _open_file(file.parent / n) for n in set(names.values())}
       tensors = {k: opened[name][k] for k, name in names.items()}
     else:
       tensors = _open_file(file)
+  except ImportError:
+    raise
   except Exception as e:  # the package has an error of its own
     raise ValueError(f"{file} cannot be read: {e!r}.") from e
   by_path = {_path_of(name): tensor for name, tensor in tensors.items()}

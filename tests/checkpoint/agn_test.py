@@ -182,12 +182,6 @@ def test_resuming_in_mid_period_is_exact(path, wrappers, caplog):
   assert messages(caplog) == []
 
 
-# Without the wrapper: the center.
-
-
-# A wrapper that is new.
-
-
 # Another number of replicas.
 
 

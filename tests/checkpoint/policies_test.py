@@ -109,7 +109,7 @@ def test_nonfinite_metrics_delete_no_finite_ones():
     assert preserved(kwargs, never) == [2, 3, 4]
 
 
-# Steps that cannot be deleted.
+# The metrics on disk.
 
 
 def test_nonfinite_metrics_are_null_on_disk(path):
