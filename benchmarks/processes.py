@@ -251,7 +251,7 @@ class HandWritten:
       donate_argnums=(0, 1),
       out_shardings=self._replicated,
     )
-    self._zeros = jax.device_get(steps.init_progress(task, self._state))
+    self._zeros = jax.device_get(steps.init_progress(task))
     self._batches: queue.Queue[Any] = queue.Queue(2)
     self._closed = False
     threading.Thread(target=self._read_ahead, daemon=True).start()

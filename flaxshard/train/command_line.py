@@ -12,8 +12,6 @@ from typing import NoReturn
 
 from absl import flags
 
-from flaxshard.center.store import StoreError
-from flaxshard.checkpoint.saving import SaveError
 from flaxshard.core.version import VERSION
 from flaxshard.processes import failures
 from flaxshard.train import config as config_lib
@@ -30,10 +28,8 @@ _MISTAKES = (
   TypeError,
   ImportError,
   FloatingPointError,
-  SaveError,
-  StoreError,
-  RuntimeError,
-  TimeoutError,
+  RuntimeError,  # and SaveError
+  OSError,  # and StoreError, TimeoutError
 )
 
 

@@ -25,7 +25,6 @@ from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.tasks.adapted import AdaptedTask
-from flaxshard.train.config import checking
 from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
 
@@ -89,7 +88,7 @@ def create_state(
     wrappers=wrappers,
     strategy=strategy,
     rules=rules_lib.from_config(config.mesh.rules),
-    lora=checking.create_lora(config.lora),
+    lora=lora.LoRA(**config.lora) if config.lora.rank else None,
     **{**mode, **kwargs},
   )
   with errors_name_field(

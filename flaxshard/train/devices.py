@@ -19,34 +19,29 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.train.ranks import Rank
 
 _log = logging.getLogger(__name__)
-
-_ALONE = Rank()
 
 P = jax.sharding.PartitionSpec
 
 
-def create_strategy(config: Any, rank: Rank = _ALONE) -> Strategy:
-  """Returns the strategy of a checked config.
+def create_strategy(config: Any) -> Strategy:
+  """Returns the strategy of a checked config, of one worker if it has several.
 
   Call it before anything else uses JAX: the number of virtual devices cannot be
   changed later.
 
   Args:
-    config: A checked config.
-    rank: The worker that this process is. The strategy is that of its share of
-      the replicas.
+    config: A checked config; see `ranks.config_of_worker`.
 
   Raises:
     ValueError: There are too few devices, `batch_size` is not a multiple of the
       number of replicas, or JAX has started without the virtual devices.
   """
   if config.mesh.virtual_devices:
-    _use_virtual_devices(config.mesh.virtual_devices, rank)
+    _use_virtual_devices(config.mesh.virtual_devices)
   devices = compile_only.all_devices()
-  strategy = _create_strategy(config, devices, rank=rank)
+  strategy = _create_strategy(config, devices)
   _log.info(
     "JAX %s, process %d of %d, %d of %d %s devices, %r",
     jax.__version__,
@@ -78,25 +73,6 @@ def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
   return _create_strategy(config, devices.ravel().tolist(), named)
 
 
-def _create_strategy(
-  config: Any,
-  devices: Sequence[Any],
-  topology: Topology | None = None,
-  rank: Rank = _ALONE,
-) -> Strategy:
-  """Returns the strategy of a config over the first of some devices."""
-  shape = _mesh_shape(config, len(devices), rank)
-  replicas = shape[mesh_lib.REPLICA]
-  if rank.share("batch_size", config.batch_size) % replicas:
-    workers = f" in each of {rank.num_workers} workers" * (rank.num_workers > 1)
-    raise ValueError(
-      f"config.batch_size={config.batch_size} must be a multiple of the "
-      f"{replicas} replicas of config.mesh.replica={config.mesh.replica}"
-      f"{workers}."
-    )
-  return _strategy_of(shape, devices, topology)
-
-
 def strategy_for_state(config: Any) -> tuple[Strategy, bool]:
   """Returns a strategy that holds the state of a run on the devices here.
 
@@ -106,72 +82,55 @@ def strategy_for_state(config: Any) -> tuple[Strategy, bool]:
     config: A checked config.
 
   Returns:
-    The strategy of `config.mesh`, or that of the first device if there are too
-    few; and whether it is the former.
+    The strategy of `config.mesh`, or that of the first device if the config
+    does not fit the devices; and whether it is the former.
   """
   devices = compile_only.all_devices()
   try:
-    shape = _mesh_shape(config, len(devices))
+    return _create_strategy(config, devices), True
   except ValueError as e:
     _log.info("the state is put on the first device: %s", e)
     return Strategy(devices=devices[:1]), False
-  return _strategy_of(shape, devices), True
 
 
-def _mesh_shape(
-  config: Any, num_devices: int, rank: Rank = _ALONE
-) -> dict[str, int]:
-  """Returns the axes of `config.mesh` on some devices.
-
-  Args:
-    config: A checked config.
-    num_devices: Number of devices.
-    rank: The worker whose replicas are counted.
-
-  Raises:
-    ValueError: There are too few devices.
-  """
+def _create_strategy(
+  config: Any, devices: Sequence[Any], topology: Topology | None = None
+) -> Strategy:
+  """Returns the strategy of a config over the first of some devices."""
   mesh = config.mesh
   logical_field, logical_count = "logical_devices", mesh.logical_devices
   if mesh.axes:
     logical_field = "axes"
     logical_count = math.prod(dict(mesh.axes).values())
-  replicas: int = mesh.replica
-  if replicas == -1:
-    # 0 if the logical devices of one replica do not fit.
-    replicas = num_devices // logical_count
-  else:
-    replicas = rank.share("mesh.replica", replicas)
-  if not 0 < replicas * logical_count <= num_devices:
+  # 0 if the logical devices of one replica do not fit.
+  fitting = len(devices) // logical_count
+  replicas: int = fitting if mesh.replica == -1 else mesh.replica
+  used = replicas * logical_count
+  if not 0 < used <= len(devices):
     raise ValueError(
       f"config.mesh.replica={mesh.replica} with config.mesh.{logical_field}="
       f"{mesh[logical_field]!r} needs {max(replicas, 1) * logical_count} "
-      f"devices; there are {num_devices}."
+      f"devices; there are {len(devices)}."
+    )
+  if config.batch_size % replicas:
+    raise ValueError(
+      f"config.batch_size={config.batch_size} must be a multiple of the "
+      f"{replicas} replicas of config.mesh.replica={mesh.replica}."
     )
   # With prime factors as axes, every split has a PartitionSpec.
   axes = dict(mesh.axes) or mesh_lib.prime_axes(logical_count)
-  return {mesh_lib.REPLICA: replicas, **axes}
-
-
-def _strategy_of(
-  mesh_shape: Mapping[str, int],
-  devices: Sequence[Any],
-  topology: Topology | None = None,
-) -> Strategy:
-  """Returns the strategy of a mesh over the first of all devices."""
-  used = math.prod(mesh_shape.values())
+  shape = {mesh_lib.REPLICA: replicas, **axes}
   if used < len(devices):
-    return Strategy(devices=devices[:used], mesh_shape=mesh_shape)
+    return Strategy(devices=devices[:used], mesh_shape=shape)
   # With all devices, the mesh follows the topology of the network.
-  return Strategy(topology, mesh_shape=mesh_shape)
+  return Strategy(topology, mesh_shape=shape)
 
 
-def _use_virtual_devices(total: int, rank: Rank) -> None:
-  """Makes JAX start with `total` CPU devices over all workers and processes.
+def _use_virtual_devices(count: int) -> None:
+  """Makes JAX start with CPU devices, so many over all processes.
 
   GPUs and TPUs are used instead where there are any.
   """
-  count = rank.share("mesh.virtual_devices", total)
   processes = 1
   if jax.distributed.is_initialized():
     processes = multihost.process_count()
@@ -188,13 +147,13 @@ def _use_virtual_devices(total: int, rank: Rank) -> None:
     _log.warning(
       "config.mesh.virtual_devices=%d is not used: there are %d %s devices; "
       "JAX_PLATFORMS=cpu runs on virtual devices",
-      total,
+      count,
       len(devices),
       devices[0].platform,
     )
   elif len(devices) != count:
     raise ValueError(
-      f"config.mesh.virtual_devices={total}: JAX has started with "
+      f"config.mesh.virtual_devices={count}: JAX has started with "
       f"{len(devices)} cpu devices already."
     )
 

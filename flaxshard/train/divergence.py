@@ -12,7 +12,6 @@ import numpy as np
 
 from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
-from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import steps
 from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import DynamicLossScale
@@ -55,15 +54,14 @@ class Watch:
     self._rule = next(
       (rule for rule in rules if isinstance(rule, DynamicLossScale)), None
     )
-    row = metrics_lib.to_numbers(
-      stack.metrics(state.wrappers, state.wrapper_states)
-    )
-    self._skipped_steps = row.get("skipped_steps", 0)
+    # "auto" may have found nothing to scale.
+    scale = state.wrapper_states.get(LossScale.name)
+    self._skipped_steps = int(scale.skipped_steps) if scale else 0
 
   def check_steps(
     self, step: int, state: TrainState, progress: steps.Progress
   ) -> None:
-    """Checks the steps since the last row of metrics.
+    """Checks the steps since the last check.
 
     Args:
       step: The step just taken.
@@ -74,30 +72,38 @@ class Watch:
       FloatingPointError: The run has diverged.
     """
     if progress.bad_step:
-      paths = steps.bad_paths(state, progress)
+      paths = gradients.nonfinite_leaves(state.params)
       self._report(
         "loss",
         f"step {int(progress.bad_step)}: the loss is not finite; {len(paths)} "
-        f"of {len(progress.bad_leaves)} parameters are not finite after it"
-        f"{': ' if paths else '.'}{', '.join(paths)}",
+        f"of {len(jax.tree.leaves(state.params))} parameters are not finite "
+        f"after step {step}{': ' if paths else '.'}{', '.join(paths)}",
       )
     self.is_stalled = False
-    # "auto" may have found nothing to scale.
     scale = state.wrapper_states.get(LossScale.name)
     if not self._rule or not scale:
       return
+    before, self._skipped_steps = self._skipped_steps, int(scale.skipped_steps)
     # On the host: an operation on the devices would be one of all processes.
-    if float(scale.scale) <= np.float32(self._rule.min_scale):
-      stalled = int(scale.bad_steps)
-      self.is_stalled = stalled > 0
-      if stalled >= min(_MAX_STALLED_STEPS, self._config.num_train_steps):
-        self._report(
-          "stall",
-          f"step {step}: the last {stalled} steps were skipped, so training "
-          "makes no progress. "
-          f"{_describe_floor(float(scale.scale), int(scale.skipped_steps))} A "
-          "lower config.learning_rate may help.",
-        )
+    if float(scale.scale) > np.float32(self._rule.min_scale):
+      return
+    stalled = int(scale.bad_steps)
+    self.is_stalled = stalled > 0
+    floor = (
+      f"LossScale: the scale is at its floor, {float(scale.scale):g}, and "
+      f"gradients are still not finite ({self._skipped_steps} steps skipped so "
+      "far). A smaller scale is not allowed: look for the source with "
+      "flaxshard.nonfinite_leaves(grads), or lower min_scale."
+    )
+    if stalled >= min(_MAX_STALLED_STEPS, self._config.num_train_steps):
+      self._report(
+        "stall",
+        f"step {step}: the last {stalled} steps were skipped, so training "
+        f"makes no progress. {floor} A lower config.learning_rate may help.",
+      )
+    # The skipped step that lowered the scale to its floor counts, too.
+    elif self._skipped_steps > before:
+      self._warn("floor", f"step {step}: {floor}")
 
   def check_evaluation(
     self, step: int, evaluation: Mapping[str, float]
@@ -159,25 +165,6 @@ class Watch:
       "config.on_nonfinite='continue' would go on."
     )
 
-  def warn_at_floor(self, step: int, row: Mapping[str, Any]) -> None:
-    """Warns of steps that were skipped with the loss scale at its floor.
-
-    Args:
-      step: The step just taken.
-      row: Its row of metrics.
-    """
-    before = self._skipped_steps
-    self._skipped_steps = row.get("skipped_steps", 0)
-    scale = row.get("loss_scale", math.inf)
-    # The skipped step that lowered the scale to its floor counts, too.
-    if (
-      self._rule
-      and scale <= self._rule.min_scale
-      and self._skipped_steps > before
-    ):
-      message = _describe_floor(scale, self._skipped_steps)
-      self._warn(LossScale.name, f"step {step}: {message}")
-
   def warn_of_pending(self, step: int, state: TrainState, ends: bool) -> None:
     """Warns of gradients that are not in the parameters of an evaluation.
 
@@ -192,12 +179,3 @@ class Watch:
     notes = " ".join(stack.pending(state.wrappers, state.wrapper_states))
     if notes:
       self._warn(when, f"step {step} {when} with updates pending. {notes}")
-
-
-def _describe_floor(scale: float, skipped_steps: float) -> str:
-  return (
-    f"LossScale: the scale is at its floor, {scale:g}, and gradients are still "
-    f"not finite ({int(skipped_steps)} steps skipped so far). A smaller scale "
-    "is not allowed: look for the source with "
-    "flaxshard.nonfinite_leaves(grads), or lower min_scale."
-  )

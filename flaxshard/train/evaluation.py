@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
+import json
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.core import multihost
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
@@ -139,8 +141,10 @@ def evaluate(
   else:
     values = evaluation.means() if setup.has_eval_data else {}
   metrics = {f"eval_{name}": value for name, value in values.items()}
-  if config.best_metric not in ("none", *metrics):
-    raise no_metric("config.best_metric", config.best_metric, metrics)
+  _check_names(config, metrics)
+  if task.evaluate is not None:
+    # Other code may compute another value in each process.
+    metrics = json.loads(multihost.exchange(json.dumps(metrics))[0])
   return metrics
 
 
@@ -155,35 +159,29 @@ def check_metrics(setup: setup_lib.Setup) -> None:
   Raises:
     ValueError: There is no such metric.
   """
-  config, task = setup.config, setup.task
-  # A collection may compute other numbers than those of its fields.
-  is_known = task.metrics.compute is clu_metrics.Collection.compute
+  task = setup.task
   names = [f"eval_{name}" for name in task.metric_names]
+  if task.evaluate is not None:
+    return
+  if not setup.has_eval_data:
+    _check_names(setup.config, ())
+  # A collection may compute other numbers than those of its fields.
+  elif task.metrics.compute is clu_metrics.Collection.compute:
+    _check_names(setup.config, names)
+
+
+def _check_names(config: Any, names: Iterable[str]) -> None:
+  """Raises if a field names a metric that the evaluation does not have."""
   for field, metric in (
     ("config.best_metric", config.best_metric),
     ("config.early_stopping.metric", config.early_stopping.metric),
   ):
-    if metric == "none" or task.evaluate is not None:
-      continue
-    if not setup.has_eval_data:
-      raise no_metric(field, metric, ())
-    if is_known and metric not in names:
-      raise no_metric(field, metric, names)
-
-
-def no_metric(field: str, metric: str, names: Iterable[str]) -> ValueError:
-  """Returns the error of a field whose metric no evaluation has.
-
-  Args:
-    field: The field of the config, such as `"config.best_metric"`.
-    metric: The metric that it names.
-    names: The metrics of the evaluation.
-  """
-  return ValueError(
-    f"{field}={metric!r} is not a metric of the evaluation, which has "
-    f"{', '.join(names) or 'no data and no metric'}."
-    f"{checks.did_you_mean(metric, names)}"
-  )
+    if metric not in ("none", *names):
+      raise ValueError(
+        f"{field}={metric!r} is not a metric of the evaluation, which has "
+        f"{', '.join(names) or 'no data and no metric'}."
+        f"{checks.did_you_mean(metric, names)}"
+      )
 
 
 def check_numbers(where: str, values: Any) -> dict[str, float]:

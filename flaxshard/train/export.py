@@ -53,12 +53,10 @@ def export(
   source: Any,
   path: str | os.PathLike[str],
   *,
-  step: int | str | None = None,
   task: Any = None,
   example: Mapping[str, Any] | None = None,
   platforms: Sequence[str] = PLATFORMS,
   batch_size: int | None = None,
-  overwrite: bool = False,
 ) -> dict[str, Any]:
   """Writes a trained model as files that a program without flaxshard runs.
 
@@ -69,9 +67,9 @@ def export(
   `EMA` the parameters are the averages; factors of `LoRA` are merged into them.
 
   Args:
-    source: The workdir of a run, what `fs.load` returned, or a `TrainState`.
+    source: The workdir of a run, whose latest checkpoint is exported; what
+      `fs.load` returned; or a `TrainState`.
     path: The folder for the files, on a file system or in a bucket.
-    step: The checkpoint of the workdir: see `fs.load`.
     task: The task object of a run that was given one: see `fs.load`. For a
       `TrainState`, a task whose `predict` is exported; None calls the model
       with `batch["inputs"]`.
@@ -80,7 +78,6 @@ def export(
     platforms: Where the function can run: any of `"cpu"`, `"cuda"`, `"rocm"`
       and `"tpu"`. None of them need be on this machine.
     batch_size: Examples in a batch of the function; None: any number.
-    overwrite: Whether to replace the files of an earlier export.
 
   Returns:
     The content of `model.json`.
@@ -112,10 +109,9 @@ def export(
   files.check_writable("path", path, create=False)
   names = (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE)
   found = [n for n in names if epath.Path(os.path.join(path, n)).exists()]
-  if found and not overwrite:
+  if found:
     raise ValueError(
-      f"path={path!r} has {', '.join(found)} already: use another folder, or "
-      "overwrite=True."
+      f"path={path!r} has {', '.join(found)} already: use another folder."
     )
   if isinstance(source, TrainState):
     if not example:
@@ -128,16 +124,12 @@ def export(
     facts: dict[str, Any] = {"step": int(source.step)}
   else:
     if not isinstance(source, load_lib.Loaded):
-      source = load_lib.load(source, step, task=task)
-    elif step is not None or task is not None:
-      raise ValueError(
-        f"step={step!r} and task={task!r} are for a workdir; source is loaded "
-        "already."
-      )
-    state, example, task = source.state, source.example, source.task
+      source = load_lib.load(source, task=task)
+    state, example = source.state, source.example
+    task = source.task if task is None else tasks.adapt(task)
     facts = {
       "step": source.step,
-      "task": source.task.name,
+      "task": task.name,
       "config": json.loads(source.config.to_json()),
     }
   variables, call = _flatten(state, task)
@@ -283,12 +275,10 @@ def _write(
   from safetensors import numpy as safetensors_numpy
 
   epath.Path(path).mkdir(parents=True, exist_ok=True)
-  description_path = os.path.join(path, DESCRIPTION_FILE)
-  # First that of an earlier export: where it is, the others are complete.
-  epath.Path(description_path).unlink(missing_ok=True)
   for name, content in (
     (VARIABLES_FILE, safetensors_numpy.save(variables)),
     (FUNCTION_FILE, bytes(exported.serialize())),
+    # Where it is, the others are complete.
+    (DESCRIPTION_FILE, json.dumps(description, indent=2).encode()),
   ):
     epath.Path(os.path.join(path, name)).write_bytes(content)
-  files.write_text(description_path, json.dumps(description, indent=2))

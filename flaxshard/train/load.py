@@ -32,7 +32,7 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
 from flaxshard.train import ranks
-from flaxshard.train import resume
+from flaxshard.train import same_run
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def plan(
     The task, the devices, and a function that creates the state on them, with
     `abstract=True` its shapes.
   """
-  known = resume.shapes_from_json(shapes)
+  known = same_run.shapes_from_json(shapes)
   loaded = tasks_load.load(config, task, known=known)
   if strategy is None:
     strategy, fits = devices.strategy_for_state(config)
@@ -231,7 +231,7 @@ def _read_json(workdir: str, name: str) -> dict[str, Any]:
     if not epath.Path(workdir).is_dir():
       hint = steps.describe_missing(workdir)
     raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
-  return resume.read_json(path)
+  return same_run.read_json(path)
 
 
 def _find_final_center(

@@ -118,7 +118,9 @@ def train_and_evaluate(
       same_run.check_config(config)
     # First, because it can set the number of virtual devices: from here on JAX
     # has started.
-    strategy = devices.create_strategy(config, rank)
+    strategy = devices.create_strategy(
+      ranks.config_of_worker(config, rank.num_workers)
+    )
     if not multihost.is_process_known():
       same_run.check_config(config)
     # After jax.distributed.initialize without flaxshard.initialize.
@@ -157,7 +159,7 @@ def _run(
   # is written or compiled.
   setup = setup_lib.create_setup(config, strategy, task, rank)
   evaluation_lib.check_metrics(setup)
-  same_run.check_setup(setup.splits, setup.lowered_train_step)
+  same_run.check_setup(setup)
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
@@ -178,7 +180,7 @@ def _run(
     state, first_step = resume.restore_or_create(
       setup, workdir, checkpointer, batches
     )
-    stopping = early_stopping.resume(config.early_stopping, workdir, first_step)
+    stopping = early_stopping.replay(config.early_stopping, workdir, first_step)
     if stopping.stopped_step or first_step >= config.num_train_steps:
       _log.warning(
         "nothing to train: step %d of config.num_train_steps=%d is done in %s",
@@ -199,7 +201,7 @@ def _run(
       # Stopped while it waited for the other workers: nothing to save.
       return state, stop_request.signum
     # Only now: workers with another config are refused.
-    resume.write(setup, workdir)
+    same_run.write(setup, workdir)
     write_row = stack.enter_context(
       report.open_report(config, workdir, first_step)
     )
@@ -256,7 +258,6 @@ def _run(
           row |= _train_row(setup, state, seen)
           row |= commits.row()
           row["steps_per_second"] = steps_per_second
-          watch.warn_at_floor(step, row)
           progress = setup.init_progress(step)
         row |= evaluation
         if row:
@@ -278,8 +279,6 @@ def _run(
 
     with stop_request.saving():
       checkpointer.wait()
-    if ends:
-      commits.publish(step, state, row)
     if stopping.stopped_step is not None:
       # Saved as it was evaluated; the others may go on from another center.
       with contextlib.suppress(InterruptedError):

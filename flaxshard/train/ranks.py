@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 import logging
+import operator
 import os
 from typing import Any
 
 import jax
+import ml_collections
 
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
@@ -28,9 +30,7 @@ _log = logging.getLogger(__name__)
 class Rank:
   """The worker that this process is.
 
-  A run of N workers is divided like one of N replicas: `config.batch_size`,
-  `config.mesh.replica` and `config.mesh.virtual_devices` are those of all
-  workers.
+  A run of N workers is divided like one of N replicas; see `config_of_worker`.
 
   Attributes:
     worker_id: Index of the worker, from 0.
@@ -41,27 +41,6 @@ class Rank:
   worker_id: int = 0
   num_workers: int = 1
   start_timeout: float = 300.0
-
-  def share(self, field: str, total: int) -> int:
-    """Returns this worker's share of a number of all workers.
-
-    Args:
-      field: The field of the config, for the error message.
-      total: The number.
-
-    Raises:
-      ValueError: It cannot be divided equally.
-
-    Example:
-      >>> Rank(1, 4).share("batch_size", 64)
-      16
-    """
-    if total % self.num_workers:
-      raise ValueError(
-        f"config.{field}={total} must be a multiple of the "
-        f"{self.num_workers} workers: each gets an equal share."
-      )
-    return total // self.num_workers
 
 
 def folder_of_worker(workdir: str, worker_id: int) -> str:
@@ -95,6 +74,9 @@ def store_agn(config: Any) -> AGN | None:
 def config_of_worker(config: Any, num_workers: int) -> Any:
   """Returns the config of a run of one worker like each of several.
 
+  `batch_size`, `mesh.replica` and `mesh.virtual_devices` of a config are those
+  of all workers, and each gets an equal share.
+
   Args:
     config: A checked config.
     num_workers: Number of workers.
@@ -102,12 +84,20 @@ def config_of_worker(config: Any, num_workers: int) -> Any:
   Raises:
     ValueError: A field cannot be divided equally.
   """
-  rank = Rank(0, checks.integer("num_processes", num_workers, minimum=1))
-  values = config.to_dict()
-  values["batch_size"] = rank.share("batch_size", config.batch_size)
-  if config.mesh.replica != -1:
-    values["mesh"]["replica"] = rank.share("mesh.replica", config.mesh.replica)
-  return config_lib.check(values)
+  checks.integer("num_processes", num_workers, minimum=1)
+  shares = {}
+  for path in ("batch_size", "mesh.replica", "mesh.virtual_devices"):
+    total = operator.attrgetter(path)(config)
+    # -1 uses the devices of each worker.
+    if total != -1 and total % num_workers:
+      raise ValueError(
+        f"config.{path}={total} must be a multiple of the {num_workers} "
+        "workers: each gets an equal share."
+      )
+    shares[path] = total if total == -1 else total // num_workers
+  config = ml_collections.ConfigDict(config.to_dict())
+  config.update_from_flattened_dict(shares)
+  return config_lib.check(config)
 
 
 def find(

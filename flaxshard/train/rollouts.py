@@ -19,48 +19,12 @@ from flaxshard.tasks.adapted import AdaptedTask
 _STREAM = 2**31 - 2
 
 
-class Stream:
-  """Argument of `Task.train_batches`; see `flaxshard.tasks.Stream`.
-
-  Attributes:
-    batch_size: Examples in a batch.
-    step: The number of steps taken.
-  """
-
-  def __init__(self, seed: int, batch_size: int, worker_id: int = 0):
-    self.batch_size = batch_size
-    self.step = 0
-    self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
-    if worker_id:
-      # Other batches than those of worker 0.
-      self._key = jax.random.fold_in(self._key, worker_id)
-    self._state: TrainState | None = None
-    self._first_replica: TrainState | None = None
-
-  @property
-  def rng(self) -> jax.Array:
-    """The PRNG key of the next batch."""
-    return jax.random.fold_in(self._key, self.step)
-
-  def set_state(self, state: TrainState | None) -> None:
-    """Sets the state of a batch, which `state` returns; None outside of one."""
-    self._state = state
-    self._first_replica = None
-
-  def state(self) -> TrainState:
-    """Returns the newest train state; see `flaxshard.tasks.Stream`."""
-    assert self._state is not None, "only while a batch is made"
-    if self._first_replica is None:
-      # Once for a batch, and only if it is asked for: this is a collective.
-      self._first_replica = replica_groups.of_first_replica(self._state)
-    return self._first_replica
-
-
-class RolloutIterator:
+class Rollouts:
   """Iterates over the batches of `Task.train_batches`.
 
-  The position is the number of steps. A restored iterator calls the method
-  again, with a stream that begins at that step.
+  It is also the argument of that method; see `flaxshard.tasks.Stream`. The
+  position is the number of steps. Restored, it calls the method again, which
+  begins at that step.
 
   Args:
     task: The task.
@@ -68,6 +32,10 @@ class RolloutIterator:
     batch: Shapes and shardings of the arrays of a batch, by key.
     worker_id: Index of the worker that this process is. Each makes batches of
       its own, of its share of `config.batch_size`.
+
+  Attributes:
+    batch_size: Examples in a batch.
+    step: The number of steps taken.
   """
 
   position_is_global = True
@@ -79,11 +47,30 @@ class RolloutIterator:
     batch: Mapping[str, jax.ShapeDtypeStruct],
     worker_id: int = 0,
   ):
+    self.batch_size = next(iter(batch.values())).shape[0]
+    self.step = 0
     self._task = task
     self._batch = batch
-    batch_size = next(iter(batch.values())).shape[0]
-    self._stream = Stream(seed, batch_size, worker_id)
     self._batches: Iterator[Any] | None = None
+    self._state: TrainState | None = None
+    self._first_replica: TrainState | None = None
+    self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
+    if worker_id:
+      # Other batches than those of worker 0.
+      self._key = jax.random.fold_in(self._key, worker_id)
+
+  @property
+  def rng(self) -> jax.Array:
+    """The PRNG key of the next batch."""
+    return jax.random.fold_in(self._key, self.step)
+
+  def state(self) -> TrainState:
+    """Returns the newest train state; see `flaxshard.tasks.Stream`."""
+    assert self._state is not None, "only while a batch is made"
+    if self._first_replica is None:
+      # Once for a batch, and only if it is asked for: this is a collective.
+      self._first_replica = replica_groups.of_first_replica(self._state)
+    return self._first_replica
 
   def next_batch(self, state: TrainState) -> dict[str, jax.Array]:
     """Returns the next batch, on the devices.
@@ -95,32 +82,31 @@ class RolloutIterator:
       ValueError: The task made no batch, or one of other shapes than
         those of its examples.
     """
-    stream = self._stream
-    stream.set_state(state)
+    self._state = state
     try:
       if self._batches is None:
-        self._batches = iter(self._task.train_batches(stream))
+        self._batches = iter(self._task.train_batches(self))
       arrays = self._put(next(self._batches, None))
     finally:
       # The train step donates the state.
-      stream.set_state(None)
-    stream.step += 1
+      self._state = self._first_replica = None
+    self.step += 1
     return arrays
 
   def get_state(self) -> dict[str, int]:
     """Returns the position."""
-    return {"step": self._stream.step}
+    return {"step": self.step}
 
-  def set_state(self, state: Mapping[str, int]) -> None:
+  def set_state(self, position: Mapping[str, int]) -> None:
     """Continues from a position."""
-    self._stream.step = state["step"]
+    self.step = position["step"]
     self._batches = None
 
   def skip(self, count: int) -> None:
     """Goes on after the next batches, which are not made."""
-    self.set_state({"step": self._stream.step + count})
+    self.set_state({"step": self.step + count})
 
-  def __enter__(self) -> RolloutIterator:
+  def __enter__(self) -> Rollouts:
     """Returns itself."""
     return self
 
@@ -137,7 +123,7 @@ class RolloutIterator:
       raise ValueError(
         f"{where} must make dicts with the keys of the examples, "
         f"{', '.join(self._batch)}, at each of config.num_train_steps steps; "
-        f"after {self._stream.step} steps it made {checks.describe(batch)}."
+        f"after {self.step} steps it made {checks.describe(batch)}."
       )
     arrays = {}
     for key, wanted in self._batch.items():

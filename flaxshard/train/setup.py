@@ -13,12 +13,10 @@ import logging
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from flaxshard import data
-from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import trees
 from flaxshard.data import distribute
@@ -29,7 +27,6 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import PerReplica
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import creation as creation_lib
@@ -105,8 +102,16 @@ class Setup:
   @functools.cached_property
   def eval_step(self) -> Callable[..., Any]:
     """`eval_step(state, metrics, batch, rng, index)` merges the metrics."""
-    jitted = jax.jit(functools.partial(steps.eval_step, self.task))
-    return devices.block_if_virtual_cpu(self.strategy, jitted)
+    return devices.block_if_virtual_cpu(self.strategy, jax.jit(self._eval_step))
+
+  @functools.cached_property
+  def _eval_step(self) -> Callable[..., Any]:
+    count = 0
+    # A task's own evaluation need not use the metrics.
+    if self.has_eval_data and self.task.evaluate is None:
+      count = len(self.splits.eval)  # type: ignore[union-attr, arg-type]
+    is_padded = count % self.batch_size > 0
+    return functools.partial(steps.eval_step, self.task, is_padded=is_padded)
 
   @functools.cached_property
   def lowered_train_step(self) -> jax.stages.Lowered:
@@ -129,40 +134,11 @@ class Setup:
       traced: jax.stages.Traced = self.jitted_train_step.trace(*self.arguments)
       # Evaluation is compiled much later: trace it now to find its errors.
       metrics = jax.eval_shape(self.task.metrics.empty)
-      self._eval_shape(steps.eval_step, metrics)
+      state, _, batch, rng = self.arguments
+      mask = jax.ShapeDtypeStruct((self.batch_size,), bool)
+      batch = {**batch, "mask": mask}
+      jax.eval_shape(self._eval_step, state, metrics, batch, rng, np.int32(0))
     return traced
-
-  def warn_of_scalar_metrics(self) -> None:
-    """Warns of means over a batch that count the padding of the last one."""
-    if not self.has_eval_data or self.task.evaluate is not None:
-      return
-    count = len(self.splits.eval)  # type: ignore[union-attr, arg-type]
-    if not count % self.batch_size:
-      return
-
-    def metrics_of(
-      task: AdaptedTask, state: Any, _: Any, batch: Any, rng: Any, index: Any
-    ) -> Any:
-      del index
-      return task(state, state.params, batch, apply.Rngs(rng), False)[1].metrics
-
-    values = self._eval_shape(metrics_of, None)
-    if names := [k for k, value in values.items() if not jnp.shape(value)]:
-      checks.warn(
-        f"{self.task.name}.loss: Aux.metrics has scalars: {', '.join(names)}. "
-        f"The {count} evaluation examples are no multiple of config.batch_size="
-        f"{self.batch_size}, and the padding of the last batch counts in them. "
-        "Return arrays [batch]: the metrics take their mean."
-      )
-
-  def _eval_shape(self, step: Callable[..., Any], metrics: Any) -> Any:
-    """Returns the shapes of what a step returns for an evaluation batch."""
-    state, _, batch, rng = self.arguments
-    mask = jax.ShapeDtypeStruct((self.batch_size,), bool)
-    step = functools.partial(step, self.task)
-    return jax.eval_shape(
-      step, state, metrics, {**batch, "mask": mask}, rng, np.int32(0)
-    )
 
   # Arguments of the train step, on the devices.
 
@@ -183,7 +159,7 @@ class Setup:
 
   @functools.cached_property
   def _zero_progress(self) -> Any:
-    return jax.device_get(steps.init_progress(self.task, self.abstract_state))
+    return jax.device_get(steps.init_progress(self.task))
 
   @functools.cached_property
   def read_progress(self) -> Callable[[steps.Progress], steps.Progress]:
@@ -209,7 +185,7 @@ class Setup:
   def open_train_batches(self) -> Any:
     """Returns an iterator over the training batches, a context manager."""
     if self.task.train_batches is not None:
-      return rollouts.RolloutIterator(
+      return rollouts.Rollouts(
         self.task,
         self.config.seed,
         self.arguments[BATCH],
@@ -298,7 +274,6 @@ def create_setup(
   setup = plan_setup(config, strategy, loaded, rank)
   # Traced now, so that its errors come before anything is written.
   setup.lowered_train_step  # noqa: B018
-  setup.warn_of_scalar_metrics()
   return setup
 
 
@@ -323,7 +298,7 @@ def plan_setup(
       do not fit each other. The message names the field.
   """
   task, example = loaded.task, loaded.example
-  batch_size = rank.share("batch_size", config.batch_size)
+  batch_size = config.batch_size // rank.num_workers
   specs = devices.batch_specs(config.mesh.split, batch_size, strategy, example)
   tx, schedule = optimizer.create(config)
 
@@ -339,7 +314,6 @@ def plan_setup(
     # The static fields of the traced state, or the step would compile again.
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
-  init_progress = functools.partial(steps.init_progress, task)
   batch = {
     key: jax.ShapeDtypeStruct(
       (batch_size, *np.shape(x)),
@@ -352,7 +326,9 @@ def plan_setup(
   arguments = (
     state,
     _place(
-      strategy, jax.eval_shape(init_progress, state), config.mesh.per_replica
+      strategy,
+      jax.eval_shape(lambda: steps.init_progress(task)),
+      config.mesh.per_replica,
     ),
     batch,
     _place(strategy, jax.eval_shape(lambda: jax.random.key(0)), False),

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.core import trees
+from flaxshard.core import checks
 from flaxshard.replicas import values
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
 from flaxshard.tasks.adapted import AdaptedTask
-from flaxshard.wrappers import stack
 
 Batch = Mapping[str, jax.Array]
 
@@ -28,31 +27,24 @@ class Progress(NamedTuple):
       devices, where no step waits for it.
     metrics: Metrics of the applied steps. A skipped step has no finite loss.
     bad_step: int32 scalar, the first applied step with a non-finite loss, or 0.
-    bad_leaves: bool `[number of leaves of params]`, whether each parameter is
-      not finite after that step. With AGN these are the local parameters.
   """
 
   step: jax.Array
   metrics: clu_metrics.Collection
   bad_step: jax.Array
-  bad_leaves: jax.Array
 
 
-def init_progress(
-  task: AdaptedTask, state: TrainState, step: int = 0
-) -> Progress:
+def init_progress(task: AdaptedTask, step: int = 0) -> Progress:
   """Returns the progress before the steps that follow a step.
 
   Args:
     task: The task.
-    state: The state, arrays or `jax.ShapeDtypeStruct`s.
     step: Number of batches consumed.
   """
   return Progress(
     step=jnp.int32(step),
     metrics=task.metrics.empty(),
     bad_step=jnp.zeros((), jnp.int32),
-    bad_leaves=jnp.zeros(len(jax.tree.leaves(state.params)), bool),
   )
 
 
@@ -96,23 +88,9 @@ def train_step(
     progress.metrics,
   )
   # Only the first bad step: later ones have parameters broken by it.
-  bad = applied & ~jnp.isfinite(loss) & (progress.bad_step == 0)
-  # A conditional: reading all parameters at every step would cost time.
-  bad_leaves = jax.lax.cond(
-    bad,
-    lambda params, _: jnp.stack(
-      [~jnp.all(jnp.isfinite(p)) for p in jax.tree.leaves(params)]
-    ),
-    lambda _, leaves: leaves,
-    _working_params(new_state),
-    progress.bad_leaves,
-  )
-  return new_state, Progress(
-    step=step,
-    metrics=metrics,
-    bad_step=jnp.where(bad, step, progress.bad_step),
-    bad_leaves=bad_leaves,
-  )
+  is_bad = applied & ~jnp.isfinite(loss) & (progress.bad_step == 0)
+  bad_step = jnp.where(is_bad, step, progress.bad_step)
+  return new_state, Progress(step, metrics, bad_step)
 
 
 def eval_step(
@@ -122,6 +100,8 @@ def eval_step(
   batch: Batch,
   rng: jax.Array,
   index: Any,
+  *,
+  is_padded: bool = False,
 ) -> Any:
   """Merges the metrics of one evaluation batch into `metrics`.
 
@@ -133,12 +113,22 @@ def eval_step(
       padding.
     rng: The PRNG key of evaluations.
     index: The number of the batch, which is folded into the key.
+    is_padded: Whether the last batch has padding; then means over a batch are
+      warned of.
 
   Returns:
     The merged metrics.
   """
   rngs = apply.Rngs(jax.random.fold_in(rng, index))
   _, aux = task(state, state.params, batch, rngs, False)
+  scalars = [name for name, x in aux.metrics.items() if not jnp.shape(x)]
+  if is_padded and scalars:
+    checks.warn(
+      f"{task.name}.loss: Aux.metrics has scalars: {', '.join(scalars)}. The "
+      "evaluation examples are no multiple of config.batch_size="
+      f"{batch['mask'].size}, and the padding of the last batch counts in "
+      "them. Return arrays [batch]: the metrics take their mean."
+    )
   return task.update_metrics(metrics, aux.metrics, mask=batch["mask"])
 
 
@@ -149,8 +139,7 @@ def combine_replicas(progress: Progress) -> Progress:
     progress: Arrays, or `PerReplica` of them.
 
   Returns:
-    The summed metrics, the first bad step of any replica, and the leaves that
-    are bad after it.
+    The summed metrics, and the first bad step of any replica.
   """
   if not values.is_per_replica(progress.bad_step):
     return progress
@@ -161,26 +150,8 @@ def combine_replicas(progress: Progress) -> Progress:
   is_bad = rows.bad_step > 0  # 0 means no bad step
   largest = np.iinfo(np.int32).max
   first = jnp.min(rows.bad_step, initial=largest, where=is_bad)
-  is_first = (rows.bad_step == first)[:, None]
   return Progress(
     step=rows.step[0],
     metrics=rows.metrics.reduce(),
     bad_step=jnp.where(is_bad.any(), first, 0),
-    bad_leaves=jnp.any(rows.bad_leaves, axis=0, where=is_first),
   )
-
-
-def bad_paths(state: TrainState, progress: Progress) -> list[str]:
-  """Returns the paths of the parameters marked in `progress.bad_leaves`."""
-  paths = jax.tree_util.tree_leaves_with_path(state.params)
-  return [
-    trees.path_string(path)
-    for (path, _), bad in zip(paths, progress.bad_leaves, strict=True)
-    if bad
-  ]
-
-
-def _working_params(state: TrainState) -> Any:
-  """Returns the parameters at which the next loss is computed."""
-  states = stack.local_states(state.wrappers, state.wrapper_states)
-  return stack.params(state.wrappers, states, state.params, "train")

@@ -34,7 +34,7 @@ factor = 1.0
 # In each case process 1 differs.
 _SCRIPT = """
 import importlib.metadata
-import os, pathlib, shutil, time
+import os, pathlib, shutil, time, types
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 import small_tasks, tiny
 from flaxshard import data, models, train
@@ -79,7 +79,8 @@ check(["the data.train.first example"],
       data={"name": "processes.agreement_test:rank_load"})
 
 stream = data.Splits(small_tasks.Forever([{"x": float(rank)}]))
-fails(lambda: same_run.check_setup(stream, lowered),
+setup = types.SimpleNamespace(splits=stream, lowered_train_step=lowered)
+fails(lambda: same_run.check_setup(setup),
       "the data.train.first example")
 
 agreement_test.factor = 1.0 + rank

@@ -135,7 +135,7 @@ def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
   assert inspection.main([folder, "--verify"]) == 0
   fs.export(folder, f"{folder}_model")
   assert "model.json" in _names(f"{folder}_model")
-  with pytest.raises(ValueError, match="overwrite"):
+  with pytest.raises(ValueError, match="another folder"):
     fs.export(folder, f"{folder}_model")
 
   # A step that is copied to the disk is a step there.

@@ -10,6 +10,7 @@ import tiny
 import flaxshard as fs
 from flaxshard import train
 from flaxshard.train import divergence
+from flaxshard.train import steps
 
 _THIS = "divergence_test_factories"
 _FLOOR = ("loss_scale", {"scale": {"type": "dynamic", "initial_scale": 1.0}})
@@ -131,11 +132,16 @@ def test_a_scale_at_its_floor_is_a_warning(scale, skipped, warns, caplog):
     tx=optax.sgd(0.1),
     wrappers=[fs.LossScale(fs.DynamicLossScale(initial_scale=2.0))],
   )
-  watch = divergence.Watch(None, state)
-  row = {"loss_scale": scale, "skipped_steps": skipped}
-  # The second row has no further skipped steps.
+  watch = divergence.Watch(tiny.config(), state)
+  loss_scale = state.wrapper_states["loss_scale"]
+  loss_scale = loss_scale._replace(
+    scale=jnp.float32(scale), skipped_steps=jnp.int32(skipped)
+  )
+  state = state.replace(wrapper_states={"loss_scale": loss_scale})
+  progress = steps.Progress(step=5, metrics=None, bad_step=0)
+  # At the second row no further steps are skipped.
   for step in (5, 7):
-    watch.warn_at_floor(step, row)
+    watch.check_steps(step, state, progress)
   assert len(caplog.messages) == warns
   if warns:
     assert f"{skipped} steps skipped" in caplog.text

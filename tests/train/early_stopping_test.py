@@ -92,7 +92,7 @@ def test_the_run_ends_after_patience_evaluations_without_improvement(
   config = config_lib.check(tiny.config(early_stopping=rule))
   stopping = early_stopping.EarlyStopping(config.early_stopping)
   for step, value in enumerate(values, start=1):
-    stopping.add(step, value)
+    stopping.update(step, {rule["metric"]: value})
   assert stopping.stopped_step == stopped_step
   assert stopping.best_step == best_step
 

@@ -44,14 +44,14 @@ def test_invalid_rank_raises(given, words):
     ({"batch_size": 6}, "config.batch_size=6 .* the 4 workers"),
     (
       {"batch_size": 4, "mesh": {"replica": 8}},
-      "config.batch_size=4 .* 2 replicas .* in each of 4 workers",
+      "config.batch_size=1 .* the 2 replicas",
     ),
     ({"mesh": {"replica": 6}}, "config.mesh.replica=6 .* the 4 workers"),
   ],
 )
 def test_indivisible_share_raises(fields, words):
   with pytest.raises(ValueError, match=words):
-    devices.create_strategy(config(**fields), Rank(0, 4))
+    devices.create_strategy(ranks.config_of_worker(config(**fields), 4))
 
 
 def test_workers_read_the_rows_of_their_replicas():
@@ -61,9 +61,10 @@ def test_workers_read_the_rows_of_their_replicas():
   with setup_lib.create_setup(whole, strategy).open_train_batches() as batches:
     wanted = [next(batches)["labels"].tolist() for _ in range(2)]
   shared = config(**fields)
+  worker_config = ranks.config_of_worker(shared, 2)
   for worker_id in range(2):
     rank = Rank(worker_id, 2)
-    strategy = devices.create_strategy(shared, rank)
+    strategy = devices.create_strategy(worker_config)
     assert strategy.num_replicas_in_sync == 2
     setup = setup_lib.create_setup(shared, strategy, rank=rank)
     assert setup.batch_size == 8

@@ -7,7 +7,7 @@ import tiny
 
 from flaxshard import data
 from flaxshard.train import config as config_lib
-from flaxshard.train import resume
+from flaxshard.train import same_run
 
 _THIS = "resume_test_factories"
 
@@ -42,7 +42,7 @@ def workdir(tmp_path):
 
 def check(workdir, latest_step, num_examples=128, **fields):
   config = config_lib.check(make_config(**fields))
-  resume.check(config, workdir, num_examples, latest_step)
+  same_run.check_earlier_run(config, workdir, num_examples, latest_step)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def check(workdir, latest_step, num_examples=128, **fields):
     ),
     ({"num_train_steps": 6}, ("config.num_train_steps: 4 -> 6", "=extend")),
     # Another number of examples under the same config.
-    ({"num_examples": 96}, ("config.data=", "96 training", "128")),
+    ({"num_examples": 96}, ("the number of training examples=96", "128")),
     ({"seed": 1}, ("config.seed=1", "with 0")),
   ],
 )

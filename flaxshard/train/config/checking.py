@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-import dataclasses
 from typing import Any
 
 import ml_collections
@@ -12,12 +11,10 @@ from ml_collections import config_dict
 from flaxshard import models
 from flaxshard import tasks
 from flaxshard import wrappers
-from flaxshard.checkpoint import matching
 from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import registry
 from flaxshard.data import factories
-from flaxshard.state import lora as lora_lib
 from flaxshard.train.config import definition
 from flaxshard.train.config import kinds
 from flaxshard.train.config.definition import FIELDS
@@ -45,8 +42,6 @@ _SWITCHES = {
     )
   },
 }
-
-PATTERNS = tuple(f.name for f in dataclasses.fields(matching.Patterns))
 
 
 def resolve_mode(metric: str, mode: str) -> str:
@@ -185,8 +180,6 @@ def check(config: Any) -> ml_collections.ConfigDict:
     raise ValueError(mistake)
   if ":" not in values["optimizer"]["name"] + values["schedule"]["name"]:
     optimizer.create(checked)
-  _check_patterns(checked["init_from"])
-  create_lora(checked["lora"])
   _check_wrappers(checked)
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   return ml_collections.ConfigDict(checked).lock()
@@ -265,29 +258,3 @@ def _check_wrappers(config: Mapping[str, Any]) -> None:
       "replicas, which config.mesh.per_replica=False does not keep apart; set "
       "config.mesh.per_replica=True, or config.mesh.replica=1."
     )
-
-
-def _check_patterns(init_from: Mapping[str, Any]) -> None:
-  """Raises if the patterns of `config.init_from` are wrong."""
-  try:
-    matching.Patterns(**{name: init_from[name] for name in PATTERNS})
-  except (TypeError, ValueError) as e:
-    raise ValueError(f"config.init_from.{e}") from e
-
-
-def create_lora(lora: Mapping[str, Any]) -> lora_lib.LoRA | None:
-  """Returns the `LoRA` of `config.lora`, or None if its rank is 0.
-
-  Args:
-    lora: `config.lora`.
-
-  Raises:
-    ValueError: A pattern is no regular expression.
-  """
-  if not lora["rank"]:
-    return None
-  try:
-    return lora_lib.LoRA(**lora)
-  except (TypeError, ValueError) as e:
-    # The message begins with the name of the class.
-    raise ValueError(f"config.lora: {str(e).removeprefix('LoRA: ')}") from e
