@@ -76,8 +76,13 @@ def create_state(
       for key, x in example.items()
     }
   )
-  # Models without a default mode are initialized as in evaluation.
-  mode = apply.mode_arguments(model.__call__, False, args, required=True)
+  if isinstance(model, nn.Module):
+    # Models without a default mode are initialized as in evaluation.
+    mode = apply.mode_arguments(model.__call__, False, args, required=True)
+    kwargs = {**mode, **kwargs}
+  else:
+    # An NNX module is not called.
+    kwargs = {}
 
   create = functools.partial(
     create_train_state,
@@ -89,7 +94,7 @@ def create_state(
     strategy=strategy,
     rules=rules_lib.from_config(config.mesh.rules),
     lora=lora.LoRA(**config.lora) if config.lora.rank else None,
-    **{**mode, **kwargs},
+    **kwargs,
   )
   with errors_name_field(
     f"{describe_model(config, task)} cannot be initialized"
