@@ -27,7 +27,6 @@ from typing import Any
 from absl import logging as absl_logging
 import jax
 
-from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.processes import initialize
 from flaxshard.train import config as config_lib
@@ -118,7 +117,7 @@ def fit(
   from ray.train.v2 import jax as jax_trainer
 
   config = config_lib.check(config)
-  workdir = checks.path("workdir", workdir)
+  workdir = os.fspath(workdir)
   if not files.is_bucket(workdir) and not os.path.isabs(workdir):
     raise ValueError(
       f"workdir must be an absolute path or a bucket's URL, got {workdir!r}: "

@@ -101,7 +101,7 @@ class Worker:
     start_timeout: float = 300.0,
     should_stop: Callable[[], bool] | None = None,
   ):
-    self._url = store.center_url(checks.path("Worker: directory", directory))
+    self._url = store.center_url(os.fspath(directory))
     if num_workers is not None:
       checks.integer("Worker: num_workers", num_workers, minimum=1)
       if worker_id is not None:

@@ -90,7 +90,7 @@ class Checkpointer:
     plain_item: str = "default",
     digests: bool = True,
   ):
-    path = files_lib.absolute(checks.path("directory", directory))
+    path = files_lib.absolute(directory)
     items_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
     self._keep = choose.Keep(
@@ -108,7 +108,7 @@ class Checkpointer:
         "reads it."
       )
     self.directory = os.fspath(steps.directory_of_steps(path))
-    checks.boolean("digests", digests)
+    checks.one_of("digests", digests, (True, False))
     self._saver = saving.Saver(
       self.directory,
       self._keep,

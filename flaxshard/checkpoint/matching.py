@@ -48,7 +48,7 @@ class Patterns:
       patterns_lib.check(name, getattr(self, name))
     for name in ("rename", "transpose"):
       patterns_lib.check_pairs(name, getattr(self, name))
-    checks.boolean("cast", self.cast)
+    checks.one_of("cast", self.cast, (True, False))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ from flaxshard.checkpoint import matching
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import safetensors_files
 from flaxshard.checkpoint import steps
-from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.state import create
@@ -142,7 +141,7 @@ def init_from(
   if not isinstance(subtree, str):
     raise TypeError(f"subtree must be a string, got {subtree!r}.")
   fields = _fields_of(state)
-  where, leaves = _open(steps.as_path(checks.path("path", path)), step, item)
+  where, leaves = _open(steps.as_path(path), step, item)
   saved = _below(where, leaves, subtree)
   try:
     sources = matching.match(

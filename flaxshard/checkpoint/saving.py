@@ -124,7 +124,7 @@ class Saver:
     )
     # A save ends in all processes at about the same time. Waiting for the end
     # of it joins a thread, and needs no other process.
-    if ended if local else multihost.any_process(ended):
+    if ended if local else "True" in multihost.exchange(str(ended)):
       self.wait()
 
   def save(

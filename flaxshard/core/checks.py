@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 import difflib
 import inspect
 import math
-import os
 import reprlib
+import sys
 from typing import Any
 import warnings
 
@@ -35,7 +35,7 @@ def integer(
   argument: str,
   value: Any,
   *,
-  minimum: int | None = None,
+  minimum: float = -math.inf,
   maximum: int = INT32_MAX,
 ) -> int:
   """Returns `value` as an `int`.
@@ -46,7 +46,7 @@ def integer(
   Args:
     argument: Name of the argument, for the error message.
     value: The value to check.
-    minimum: Smallest allowed value; None means no lower bound.
+    minimum: Smallest allowed value.
     maximum: Largest allowed value.
 
   Raises:
@@ -64,13 +64,9 @@ def integer(
     raise ArgumentTypeError(
       f"{argument} must be an integer, got {describe(value)}."
     )
-  if value > maximum or (minimum is not None and value < minimum):
-    bounds = [f"at least {minimum}"] if minimum is not None else []
-    # The int32 limit only matters to those who exceed it.
-    if maximum != INT32_MAX or value > maximum:
-      bounds.append(f"at most {maximum}")
-    allowed = " and ".join(bounds)
-    raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
+  if not minimum <= value <= maximum:
+    allowed = f"least {minimum}" if value < minimum else f"most {maximum}"
+    raise ValueError(f"{argument} must be at {allowed}, got {value!r}.")
   return int(value)
 
 
@@ -78,18 +74,18 @@ def number(
   argument: str,
   value: Any,
   *,
-  minimum: float | None = None,
-  maximum: float | None = None,
-  above: float | None = None,
-  below: float | None = None,
+  minimum: float = -math.inf,
+  maximum: float = math.inf,
+  above: float = -math.inf,
+  below: float = math.inf,
 ) -> float:
   """Returns `value` as a finite `float`.
 
   Args:
     argument: Name of the argument, for the error message.
     value: The value to check: a Python or NumPy number, but no boolean.
-    minimum: Smallest allowed value; None means no lower bound.
-    maximum: Largest allowed value; None means no upper bound.
+    minimum: Smallest allowed value.
+    maximum: Largest allowed value.
     above: Lower bound, exclusive.
     below: Upper bound, exclusive.
 
@@ -107,7 +103,7 @@ def number(
     "above": above,
     "below": below,
   }
-  given = [f" {k} {v:g}" for k, v in bounds.items() if v is not None]
+  given = [f" {k} {v:g}" for k, v in bounds.items() if math.isfinite(v)]
   allowed = "a finite number" + " and".join(given)
   if isinstance(value, (bool, np.bool_)) or not isinstance(
     value, (int, float, np.integer, np.floating)
@@ -115,83 +111,11 @@ def number(
     raise ArgumentTypeError(
       f"{argument} must be {allowed}, got {describe(value)}."
     )
-  try:
-    is_finite = math.isfinite(value)
-  except OverflowError:  # an int that no float can hold
-    is_finite = False
-  in_range = (
-    is_finite
-    and (minimum is None or value >= minimum)
-    and (maximum is None or value <= maximum)
-    and (above is None or value > above)
-    and (below is None or value < below)
-  )
-  if not in_range:
+  # An int may be finite, and larger than any float.
+  is_finite = abs(value) <= sys.float_info.max
+  if not (is_finite and minimum <= value <= maximum and above < value < below):
     raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
   return float(value)
-
-
-def boolean(argument: str, value: Any) -> bool:
-  """Returns `value` as a `bool`.
-
-  Args:
-    argument: Name of the argument, for the error message.
-    value: The value to check.
-
-  Raises:
-    ArgumentTypeError: `value` is not a boolean.
-
-  Example:
-    >>> boolean("donate", True)
-    True
-  """
-  if not isinstance(value, (bool, np.bool_)):
-    raise ArgumentTypeError(
-      f"{argument} must be True or False, got {describe(value)}."
-    )
-  return bool(value)
-
-
-def string(argument: str, value: Any) -> str:
-  """Returns `value` if it is a non-empty string.
-
-  Args:
-    argument: Name of the argument, for the error message.
-    value: The value to check.
-
-  Raises:
-    ArgumentTypeError: `value` is not a string, or is empty.
-
-  Example:
-    >>> string("job", "worker")
-    'worker'
-  """
-  if not isinstance(value, str) or not value:
-    raise ArgumentTypeError(
-      f"{argument} must be a non-empty string, got {describe(value)}."
-    )
-  return value
-
-
-def path(argument: str, value: Any) -> str:
-  """Returns a path as a string.
-
-  Args:
-    argument: Name of the argument, for the error message.
-    value: The value to check: a string or a `pathlib.Path`, say.
-
-  Raises:
-    ArgumentTypeError: `value` is not a path.
-
-  Example:
-    >>> path("workdir", "/tmp/run")
-    '/tmp/run'
-  """
-  if not isinstance(value, (str, os.PathLike)):
-    raise ArgumentTypeError(
-      f"{argument} must be a path, got {describe(value)}."
-    )
-  return os.fspath(value)
 
 
 def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
@@ -272,15 +196,12 @@ def format_bytes(nbytes: int) -> str:
   return f"{nbytes / 2 ** (10 * power):.1f} {'KMGT'[power - 1]}iB"
 
 
-def did_you_mean(
-  name: str, known: Iterable[str], *, cutoff: float = 0.6
-) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
   """Returns a hint for a misspelled name, for the end of an error message.
 
   Args:
     name: The name that was not found.
     known: The names that exist.
-    cutoff: The least similarity of a name that is suggested, between 0 and 1.
 
   Returns:
     A sentence with a space in front, or "" if no known name is similar.
@@ -291,5 +212,5 @@ def did_you_mean(
   """
   # Once each: a name may be that of several parameters.
   names = list(dict.fromkeys(known))
-  matches = difflib.get_close_matches(name, names, n=2, cutoff=cutoff)
+  matches = difflib.get_close_matches(name, names, n=2)
   return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""

@@ -109,21 +109,18 @@ def check_writable(
   """
   if is_bucket(directory):
     return
+  existing = directory
   try:
-    existing = directory
     if create:
       os.makedirs(directory, exist_ok=True)
-    else:
-      while not os.path.lexists(existing):
-        existing = os.path.dirname(existing)
+    while not os.path.lexists(existing):
+      existing = os.path.dirname(existing)
     # The permission bits do not tell: root may ignore them.
     with tempfile.TemporaryDirectory(prefix=".write_test_", dir=existing):
       pass
   except OSError as e:
-    is_file = isinstance(e, FileExistsError) and os.path.isfile(directory)
-    reason = "it is a file" if is_file else e.strerror or str(e)
     raise ValueError(
-      f"{argument}={directory!r} cannot be written: {reason}."
+      f"{argument}={directory!r} cannot be written: {e.strerror}."
     ) from e
 
 

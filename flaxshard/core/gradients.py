@@ -11,7 +11,7 @@ A tree of gradients is a tree like the parameters. A leaf is one of:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import functools
 from typing import Any
 
@@ -134,11 +134,7 @@ def all_finite(grads: PyTree) -> jax.Array:
     >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])}))
     False
   """
-  flags = [
-    _is_finite(_values(g))
-    for path, g in _leaves_with_path(deduplicate(grads))
-    if has_gradient(path, g)
-  ]
+  flags = [_is_finite(x) for _, x in _values(grads)]
   finite = functools.reduce(jnp.logical_and, flags, jnp.array(True))
   axes = tuple(sorted(jax.typeof(finite).manual_axis_type.varying))
   if axes:
@@ -168,19 +164,18 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
   """
   return [
     trees.path_string(path)
-    for path, leaf in _leaves_with_path(grads)
-    if has_gradient(path, leaf)
-    and not bool(jnp.all(jnp.isfinite(_values(deduplicate(leaf)))))
+    for path, x in _values(grads)
+    if not bool(jnp.all(jnp.isfinite(x)))
   ]
 
 
-def _leaves_with_path(grads: PyTree) -> list[tuple[trees.Path, Any]]:
-  return jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
-
-
-def _values(g: Any) -> jax.Array:
-  """Returns a gradient, or the rows of an `IndexedSlices`."""
-  return g.values if is_indexed_slices(g) else jnp.asarray(g)
+def _values(grads: PyTree) -> Iterator[tuple[trees.Path, jax.Array]]:
+  """Yields path and values of each gradient; of rows, their distinct ones."""
+  for path, g in jax.tree_util.tree_leaves_with_path(
+    deduplicate(grads), is_leaf=is_indexed_slices
+  ):
+    if has_gradient(path, g):
+      yield path, g.values if is_indexed_slices(g) else jnp.asarray(g)
 
 
 def _is_finite(x: jax.Array) -> jax.Array:

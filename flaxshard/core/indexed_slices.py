@@ -282,12 +282,16 @@ class IndexedSlices:
   # -- Arithmetic.
 
   def __mul__(self, factor: Any) -> IndexedSlices:
-    return self._scale(operator.mul, factor)
+    if np.ndim(factor) or isinstance(factor, IndexedSlices):
+      return NotImplemented
+    return self.map_values(lambda values: values * factor)
 
   __rmul__ = __mul__
 
   def __truediv__(self, divisor: Any) -> IndexedSlices:
-    return self._scale(operator.truediv, divisor)
+    if np.ndim(divisor) or isinstance(divisor, IndexedSlices):
+      return NotImplemented
+    return self.map_values(lambda values: values / divisor)
 
   def __neg__(self) -> IndexedSlices:
     return self.map_values(operator.neg)
@@ -307,20 +311,11 @@ class IndexedSlices:
       )
     if np.shape(other) != self.dense_shape:
       return NotImplemented
-    return self._add_to(jnp.asarray(other))
-
-  __radd__ = __add__
-
-  def _add_to(self, x: jax.Array) -> jax.Array:
-    """Returns `x` plus the rows, in place if XLA may reuse its memory."""
-    rows = self.deduplicated()
+    x, rows = jnp.asarray(other), self.deduplicated()
     # The sum of each row is rounded once, to the dtype of the whole array.
     return rows.put_rows(x, rows.take_rows(x) + rows.values)
 
-  def _scale(self, operation: Any, factor: Any) -> Any:
-    if np.ndim(factor) or isinstance(factor, IndexedSlices):
-      return NotImplemented
-    return self.map_values(lambda values: operation(values, factor))
+  __radd__ = __add__
 
   def _by_part(self, fn: Any, x: jax.Array, *rows: jax.Array) -> jax.Array:
     """Calls `fn(part, row numbers in it, *rows)` for each part of an array.

@@ -170,19 +170,6 @@ def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
       raise (*kinds, RuntimeError)[code](f"process {process}: {message}")
 
 
-def any_process(flag: bool) -> bool:
-  """Returns whether a flag is set in any process; all processes must call it.
-
-  Args:
-    flag: The flag of this process.
-
-  Example:
-    >>> any_process(True)
-    True
-  """
-  return "1" in exchange("1" if flag else "0")
-
-
 def check_agreement(facts: Mapping[str, Any], hint: str = "") -> None:
   """Raises in all processes if the facts of any two processes differ.
 

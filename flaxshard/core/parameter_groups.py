@@ -71,17 +71,14 @@ def freeze(
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
 
-  def create_labels(params: PyTree) -> PyTree:
-    mask = _mask(patterns, params)
-    return jax.tree.map(lambda m: "freeze" if m else "train", mask)
-
-  partition = optax.partition(
-    {"train": tx, "freeze": optax.set_to_zero()}, create_labels
-  )
+  def select(params: PyTree) -> Any:
+    return optax.transforms.selective_transform(
+      tx, freeze_mask=_mask(patterns, params)
+    )
 
   def init(params: PyTree) -> PyTree:
     check_used(argument, patterns, params)
-    return partition.init(params)
+    return select(params).init(params)
 
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
@@ -94,7 +91,7 @@ def freeze(
         params,
         updates,
       )
-    return partition.update(updates, state, params, **extra)
+    return select(updates).update(updates, state, params, **extra)
 
   return Frozen(init, update, patterns=patterns)
 

@@ -107,9 +107,18 @@ def find(
     PatternError: The pattern matches none of them.
   """
   found = [path for path in paths if re.search(pattern, path)]
-  if not found:
-    raise PatternError(describe_no_match(where, pattern, tree, paths))
-  return found
+  if found:
+    return found
+  # A pattern is often a part of a path: `kernel` or `Dense_0`.
+  names = {name: None for path in paths for name in path.split("/")}
+  listed = ", ".join(paths[:_MAX_LISTED])
+  more = ", …" if len(paths) > _MAX_LISTED else ""
+  # Without the anchors, which no path has.
+  hint = checks.did_you_mean(pattern.strip("^$/"), [*paths, *names])
+  raise PatternError(
+    f"{where} matches no parameter: the paths in {tree} are {listed}{more}."
+    f"{hint}"
+  )
 
 
 def check_used(
@@ -124,36 +133,10 @@ def check_used(
   """
   first = [first_match(patterns, path) for path in paths]
   for i, pattern in enumerate(patterns):
-    if i in first:
-      continue
-    where = f"{argument}[{i}]={pattern!r}"
-    for path, earlier in zip(paths, first, strict=True):
-      if re.search(pattern, path):
-        raise PatternError(
-          f"{where} is never used: earlier patterns, such as "
-          f"{argument}[{earlier}], match all its parameters."
-        )
-    raise PatternError(describe_no_match(where, pattern, "params", paths))
-
-
-def describe_no_match(
-  where: str, pattern: str, tree: str, paths: Sequence[str]
-) -> str:
-  """Returns the message for a pattern that matches no path.
-
-  Args:
-    where: The pattern and its place, such as `"freeze[0]='encoder'"`.
-    pattern: The pattern.
-    tree: Name of the tree.
-    paths: The paths of the tree.
-  """
-  # A pattern is often a part of a path: `kernel` or `Dense_0`.
-  names = {name: None for path in paths for name in path.split("/")}
-  listed = ", ".join(paths[:_MAX_LISTED])
-  more = ", …" if len(paths) > _MAX_LISTED else ""
-  # Without the anchors, which no path has.
-  hint = checks.did_you_mean(pattern.strip("^$/"), [*paths, *names])
-  return (
-    f"{where} matches no parameter: the paths in {tree} are {listed}{more}."
-    f"{hint}"
-  )
+    if i not in first:
+      where = f"{argument}[{i}]={pattern!r}"
+      found = find(where, pattern, "params", paths)
+      raise PatternError(
+        f"{where} is never used: earlier patterns, such as "
+        f"{argument}[{first[paths.index(found[0])]}], match all its parameters."
+      )

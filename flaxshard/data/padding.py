@@ -202,13 +202,17 @@ class Padder:
     for path, shape in shapes.items():
       spec = sharding.lookup(table, path, sharding.OVER_REPLICAS)
       where = f"spec for batch[{path}]"
-      axes = specs_lib.check(where, spec, shape, self._mesh)
-      if self._count > 1 and specs_lib.REPLICA not in axes[0]:
+      # What is padded later will be divisible.
+      sizes = tuple(0 if isinstance(n, str) else n for n in shape)
+      specs_lib.check(where, spec, sizes, self._mesh)
+      dims = specs_lib.dims_of(spec, len(shape))
+      if self._count > 1 and specs_lib.REPLICA not in dims[0]:
         raise ValueError(
           f"{where}: {spec} must split its leading dimension over 'replica': "
           "each process has some of the rows."
         )
-      specs[path], parts[path] = spec, specs_lib.parts(axes, self._mesh.shape)
+      specs[path] = spec
+      parts[path] = specs_lib.parts(spec, len(shape), self._mesh.shape)
     return specs, parts
 
   def _describe(self, batch: host_batch.HostBatch) -> dict[str, _Leaf]:

@@ -112,31 +112,35 @@ def check_inside(
   raise_if_any(outside.any(axis=-1), argument, coordinates, condition)
 
 
-def lookup_table(
-  argument: str, coordinates: np.ndarray, mesh_shape: Sequence[int]
-) -> np.ndarray:
-  """Returns the row number that each place of a mesh has in `coordinates`.
+def place(
+  argument: str, value: Any, mesh_shape: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns coordinates in a mesh, and the number of those at each place.
 
   Args:
     argument: Name of the argument that holds the coordinates, for errors.
-    coordinates: ints [..., 4]; rows are numbered through all leading axes.
+    value: ints [n, m, 4]; they are numbered through n and m.
     mesh_shape: Four lengths.
 
   Returns:
-    int32 of shape `mesh_shape`: the number of a row; -1 where there is none.
+    The coordinates, int32 [n, m, 4], read-only; and int32 of shape
+    `mesh_shape`, the number of the coordinates, or -1 where there are none.
 
   Raises:
-    ValueError: Coordinates are outside of the mesh, or appear twice.
+    ValueError: The shape is wrong, or coordinates are outside of the mesh or
+      appear twice.
+    TypeError: An element is not an integer.
   """
+  coordinates = integer_array(argument, value, None, None, 4)
   check_inside(argument, coordinates, mesh_shape)
+  numbers = np.arange(coordinates[..., 0].size).reshape(coordinates.shape[:2])
   places = tuple(np.moveaxis(coordinates, -1, 0))
-  rows = np.arange(places[0].size, dtype=np.int32).reshape(places[0].shape)
   table = np.full(mesh_shape, -1, np.int32)
-  table[places] = rows
-  # Of two rows with the same place, the table keeps only the later one.
+  table[places] = numbers
+  # Of two numbers for the same place, the table keeps only the later one.
   condition = "must not be the place of another core"
-  raise_if_any(table[places] != rows, argument, coordinates, condition)
-  return table
+  raise_if_any(table[places] != numbers, argument, coordinates, condition)
+  return read_only(coordinates, np.int32), table
 
 
 def read_only(value: Any, dtype: Any) -> np.ndarray:

@@ -61,15 +61,13 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     self, topology: Topology, core_assignment: npt.ArrayLike
   ) -> None:
     argument = "DeviceAssignment: core_assignment"
-    coordinates = coordinates_lib.integer_array(
-      argument, core_assignment, None, None, 4
+    coordinates, _ = coordinates_lib.place(
+      argument, core_assignment, topology.mesh_shape
     )
-    # Raises for coordinates that are given twice.
-    coordinates_lib.lookup_table(argument, coordinates, topology.mesh_shape)
     # A frozen dataclass rejects plain assignment.
     vars(self).update(
       topology=topology,
-      core_assignment=coordinates_lib.read_only(coordinates, np.int32),
+      core_assignment=coordinates,
       _device_numbers=topology.device_numbers(coordinates, argument),
     )
 
@@ -179,9 +177,10 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
       ValueError: A number is out of range.
       TypeError: A number is not an integer.
     """
-    position = self._check_position(replica, logical_core)
-    x, y, z, core = self.core_assignment[position]
-    return int(x), int(y), int(z), int(core)
+    replica = _index("replica", replica, self.num_replicas)
+    core = _index("logical_core", logical_core, self.num_cores_per_replica)
+    x, y, z, core = self.core_assignment[replica, core].tolist()
+    return x, y, z, core
 
   def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
     """Returns the replicas whose logical core is on a task, in ascending order.
@@ -195,8 +194,8 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
       TypeError: A number is not an integer.
     """
     task_id = _index("task_id", task_id, self.topology.num_tasks)
-    _, logical_core = self._check_position(0, logical_core)
-    numbers = self._device_numbers[:, logical_core]
+    core = _index("logical_core", logical_core, self.num_cores_per_replica)
+    numbers = self._device_numbers[:, core]
     tasks = numbers // self.topology.num_tpus_per_task
     replicas = np.flatnonzero(tasks == task_id).tolist()
     if not replicas:
@@ -217,8 +216,8 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
       ValueError: A number is out of range.
       TypeError: A number is not an integer.
     """
-    position = self._check_position(replica, logical_core)
-    return int(self._device_numbers[position]) % self.topology.num_tpus_per_task
+    coordinates = self.coordinates(replica, logical_core)
+    return self.topology.tpu_device_ordinal_at_coordinates(coordinates)
 
   def host_device(
     self, replica: int = 0, logical_core: int = 0, job: str | None = None
@@ -253,13 +252,6 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     """
     coordinates = self.coordinates(replica, logical_core)
     return self.topology.tpu_device_name_at_coordinates(coordinates, job)
-
-  def _check_position(self, replica: int, logical_core: int) -> tuple[int, int]:
-    cores = self.num_cores_per_replica
-    return (
-      _index("replica", replica, self.num_replicas),
-      _index("logical_core", logical_core, cores),
-    )
 
   def __repr__(self) -> str:
     return (

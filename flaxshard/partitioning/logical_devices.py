@@ -106,9 +106,8 @@ def _keep_replica_split(
   if isinstance(sharding, jax.sharding.NamedSharding) and (
     sharding.mesh.shape.get(mesh_lib.REPLICA) == mesh.shape[mesh_lib.REPLICA]
   ):
-    old = specs_lib.replica_part(sharding.spec)
-    pairs = itertools.zip_longest(spec, old)
-    spec = P(*(entry or replica for entry, replica in pairs))
+    old = specs_lib.only(sharding.spec, [mesh_lib.REPLICA])
+    spec = specs_lib.merge(spec, old)
   return jax.sharding.NamedSharding(mesh, spec)
 
 
@@ -253,23 +252,16 @@ def _primal_value(x: Any) -> Any:
 
 
 def _as_arrays(name: str, tree: PyTree) -> PyTree:
-  """Returns a tree with arrays for its leaves; an error names the leaf."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: _as_array(f"{name}[{trees.path_string(path)}]", x), tree
-  )
+  """Returns a tree with arrays for its leaves."""
+  return jax.tree.map(lambda x: _as_array(name, x), tree)
 
 
 def _as_array(name: str, x: Any) -> Any:
   """Returns an array as it is, and a number or nnx.Param as an array."""
-  try:
-    if hasattr(x, "__jax_array__") and not isinstance(x, jax.Array):
-      x = jnp.asarray(x)
-    # Refuses a list of numbers, which jnp.asarray would accept.
-    jax.typeof(x)
+  if isinstance(x, (np.ndarray, np.generic)):
     trees.check_integers(name, x)
-    return x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
-  except TypeError as e:
-    raise TypeError(f"{name} must be an array, got {x!r}.") from e
+    return x
+  return jnp.asarray(x)
 
 
 # -- Specs of partitions.
@@ -327,7 +319,7 @@ def partition_spec(
       "partition is possible with a mesh_shape of prime sizes, or with a "
       "device_assignment and no mesh_shape."
     )
-  spec = P(*map(specs_lib.entry_of, dims))
+  spec = P(*dims)
   specs_lib.check(name, spec, shape, mesh)
   return spec
 

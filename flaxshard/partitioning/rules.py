@@ -41,7 +41,9 @@ import jax
 from flaxshard.core import checks
 from flaxshard.core import patterns
 from flaxshard.core import registry
-from flaxshard.partitioning import specs
+from flaxshard.core import trees
+from flaxshard.core.patterns import PatternError
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.specs import Mesh
 
 PyTree = Any
@@ -51,13 +53,6 @@ _ALLOWED = (
   "allowed: a pair (regex, PartitionSpec), a pair (logical name, mesh axis or "
   "tuple of axes or None), and last 'fsdp' or an FSDP"
 )
-
-
-class RuleError(ValueError):
-  """A partitioning rule that cannot be followed.
-
-  The message starts with `rules`, the argument's name in `create_train_state`.
-  """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +114,9 @@ def resolve(
 
   Raises:
     TypeError: An entry of `rules` has none of the allowed forms.
-    RuleError: A rule has an unknown mesh axis, matches no parameter, or gives a
-      spec that does not fit the shape. The message names the rule, the path,
-      the shape and the mesh axes. A RuleError is a ValueError.
+    PatternError: A rule has an unknown mesh axis, matches no parameter, or
+      gives a spec that does not fit the shape. The message begins with the
+      number of the rule. A PatternError is a ValueError.
     ValueError: The metadata of a parameter has an unknown name or does not fit
       its shape, or an array is on another mesh.
 
@@ -136,40 +131,47 @@ def resolve(
   """
   parsed = _parse(rules, "rules", mesh)
   regexes = [pattern for _, pattern, _ in parsed.regexes]
-  leaves: list[_Leaf] = []
+  paths: list[str] = []
+  found: list[P] = []
   has_logical_names = False
-  for path, value, box in specs.iterate_leaves(params):
-    where, shape = f"{argument}[{path}]", tuple(value.shape)
-    has_logical_names |= isinstance(box, nn.LogicallyPartitioned)
+  for key_path, leaf in jax.tree_util.tree_leaves_with_path(
+    params, is_leaf=nn.meta.is_axis_metadata
+  ):
+    path, shape = trees.path_string(key_path), tuple(unbox(leaf).shape)
+    where = f"{argument}[{path}]"
+    has_logical_names |= isinstance(leaf, nn.LogicallyPartitioned)
+    error: type[ValueError] = ValueError
     i = patterns.first_match(regexes, path)
     if i is None:
-      source, spec = specs.spec_of_leaf(
-        where, value, box, parsed.logical, mesh, strict
-      )
-      dims = specs.check(f"{source}: {where}", spec, shape, mesh)
+      source, spec = _own_spec(where, leaf, parsed.logical, mesh, strict)
     else:
-      source, _, spec = parsed.regexes[i]
-      dims = specs.check(f"{source}: {where}", spec, shape, mesh, RuleError)
+      (source, _, spec), error = parsed.regexes[i], PatternError
+    specs_lib.check(f"{source}: {where}", spec, shape, mesh, error)
     # The spec P() of a regex excludes a parameter from FSDP.
-    leaves.append(_Leaf(path, shape, dims, i is not None and not tuple(spec)))
-  paths = [leaf.path for leaf in leaves]
+    if parsed.fsdp and (i is None or tuple(spec)):
+      spec = _split_further(parsed.fsdp, mesh, shape, spec)
+    paths.append(path)
+    found.append(specs_lib.shortest(spec, mesh))
   if regexes and all(re.search(regexes[-1], path) for path in paths):
     regexes.pop()  # a catch-all
-  try:
-    patterns.check_used("rules", regexes, paths)
-  except patterns.PatternError as e:
-    raise RuleError(str(e)) from e
+  patterns.check_used("rules", regexes, paths)
   if parsed.logical and not has_logical_names:
-    raise RuleError(
+    raise PatternError(
       f"rules: the pairs {parsed.logical!r} are for logical names, and no leaf "
       f"of {argument} has logical names; {_ALLOWED}."
     )
   if parsed.fsdp:
-    leaves = _split_leaves(parsed.fsdp, mesh, leaves)
-  return jax.tree.unflatten(
-    jax.tree.structure(specs.unbox(params)),
-    [specs.shortest(leaf.dims, mesh) for leaf in leaves],
-  )
+    axes = specs_lib.shortest(P(parsed.fsdp.axis), mesh)
+    # On a single device there is nothing to split: no mistake in the rules.
+    used = specs_lib.axes_in(axes)
+    if used and not any(used & specs_lib.axes_in(spec) for spec in found):
+      raise PatternError(
+        f"rules: {parsed.fsdp!r} splits none of {len(found)} parameters: they "
+        "are smaller than min_size, or have no unsplit dimension that the axis "
+        f"divides, in the mesh {dict(mesh.shape)}; allowed: a smaller "
+        "min_size, another axis, or other rules."
+      )
+  return jax.tree.unflatten(jax.tree.structure(unbox(params)), found)
 
 
 def from_config(value: Any, *, argument: str = "rules") -> Rules:
@@ -222,15 +224,6 @@ class _Rules(NamedTuple):
   fsdp: FSDP | None
 
 
-class _Leaf(NamedTuple):
-  """A parameter, the axes that split it, and whether FSDP leaves it alone."""
-
-  path: str
-  shape: tuple[int, ...]
-  dims: specs.Dims
-  keep_whole: bool
-
-
 def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
   """Sorts rules by their forms; without a mesh, axes are not checked."""
   if rules is None or isinstance(rules, (str, FSDP)):
@@ -252,18 +245,15 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
         fsdp = rule if isinstance(rule, FSDP) else FSDP()
         axes = fsdp.axis
       case FSDP() | "fsdp":
-        raise RuleError(f"{where} must be the last entry; {_ALLOWED}.")
+        raise PatternError(f"{where} must be the last entry; {_ALLOWED}.")
       case str():
         hint = checks.did_you_mean(rule, ["fsdp"])
         if not hint and len(rules) == 2:
           # ("kernel", P()) is two rules, (("kernel", P()),) is one.
           hint = f" A single pair needs a comma: ({tuple(rules)!r},)."
-        raise RuleError(f"{name}: unknown name {rule!r}; {_ALLOWED}.{hint}")
+        raise PatternError(f"{name}: unknown name {rule!r}; {_ALLOWED}.{hint}")
       case (str(pattern), P() as spec):
-        try:
-          re.compile(pattern)
-        except re.error as e:
-          raise RuleError(f"{name}: {pattern!r} is not a regex: {e}.") from e
+        patterns.check(name, [pattern])
         regexes.append((where, pattern, spec))
       case (str(pattern), axes):
         # Flax's logical_to_mesh_axes takes tuples, not lists.
@@ -271,14 +261,15 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
         logical.append((pattern, axes))
       case _:
         raise TypeError(f"{name} must be a rule, got {rule!r}; {_ALLOWED}.")
-    if not all(isinstance(axis, str) for axis in specs.axes_of(axes)):
+    if not all(isinstance(axis, str) for axis in specs_lib.axes_of(axes)):
       raise TypeError(
         f"{where}: the second of a pair must be a PartitionSpec, such as "
         "PartitionSpec(None, 'model'), or the mesh axes of a logical name; "
         f"{_ALLOWED}."
       )
     if mesh is not None:
-      specs.check(where, P(specs.axes_of(axes)), ("any",), mesh, RuleError)
+      axes = P(specs_lib.axes_of(axes))
+      specs_lib.check(where, axes, None, mesh, PatternError)
   return _Rules(regexes, logical, fsdp)
 
 
@@ -292,34 +283,89 @@ def _entry_from_config(name: str, entry: Any) -> Any:
   return pattern, P(*value) if isinstance(value, tuple) else value
 
 
-def _split_leaves(
-  fsdp: FSDP, mesh: Mesh, leaves: Sequence[_Leaf]
-) -> list[_Leaf]:
-  """Splits one more dimension of each large leaf over the axis of `fsdp`."""
-  axes = specs.axes_of(fsdp.axis)
-  (axis_size,) = specs.parts((axes,), mesh.shape)
-  new_leaves = []
-  is_split = axis_size == 1  # as on a single device: no mistake in the rules
-  for leaf in leaves:
-    dims = list(leaf.dims)
-    free = [
-      i for i, n in enumerate(leaf.shape) if not dims[i] and n % axis_size == 0
-    ]
-    # A mesh axis can split an array only once.
-    if any(axis in axes for dim in dims for axis in dim):
-      is_split = True
-    elif (
-      free and math.prod(leaf.shape) >= fsdp.min_size and not leaf.keep_whole
-    ):
-      is_split = True
-      # Of equal dimensions `max` returns the first.
-      dims[max(free, key=lambda i: leaf.shape[i])] = axes
-    new_leaves.append(leaf._replace(dims=tuple(dims)))
-  if not is_split:
-    raise RuleError(
-      f"rules: {fsdp!r} splits none of {len(leaves)} parameters: they are "
-      "smaller than min_size, or have no unsplit dimension that the axis, of "
-      f"size {axis_size}, divides; allowed: a smaller min_size, another axis, "
-      "or other rules."
-    )
-  return new_leaves
+def _split_further(
+  fsdp: FSDP, mesh: Mesh, shape: tuple[int, ...], spec: P
+) -> P:
+  """Returns a spec that splits one more dimension of a large array, if any."""
+  dims = list(specs_lib.dims_of(spec, len(shape)))
+  axes = specs_lib.axes_of(fsdp.axis)
+  size = math.prod(mesh.shape[axis] for axis in axes)
+  free = [i for i, n in enumerate(shape) if not dims[i] and n % size == 0]
+  # A mesh axis can split an array only once.
+  is_split = not specs_lib.axes_in(spec).isdisjoint(axes)
+  if not free or is_split or math.prod(shape) < fsdp.min_size:
+    return spec
+  # Of equal dimensions `max` returns the first.
+  dims[max(free, key=lambda i: shape[i])] = axes
+  return P(*dims)
+
+
+# -- What an array says of itself: Flax's metadata, or its sharding.
+
+
+def unbox(tree: PyTree) -> PyTree:
+  """Replaces Flax's metadata boxes in a tree by the arrays in them."""
+  # `Partitioned.unbox` would add a sharding constraint to the array.
+  return jax.tree.map(
+    lambda x: x.value if nn.meta.is_axis_metadata(x) else x,
+    tree,
+    is_leaf=nn.meta.is_axis_metadata,
+  )
+
+
+def _own_spec(
+  where: str, leaf: Any, rules: Sequence[Any], mesh: Mesh, strict: bool
+) -> tuple[str, P]:
+  """Returns the spec that a leaf's metadata or sharding gives.
+
+  Args:
+    where: Name of the leaf, for error messages.
+    leaf: An array or a `jax.ShapeDtypeStruct`, or a metadata box of one.
+    rules: Pairs of a logical name and its mesh axes. They are tried before
+      those of the box and of `flax.linen.logical_axis_rules`.
+    mesh: The mesh.
+    strict: Whether a logical name without a rule is an error. If not, its
+      dimension is unsplit.
+
+  Returns:
+    The source of the spec, for error messages, and the spec.
+
+  Raises:
+    ValueError: A logical name has no rule, or the array is on another mesh.
+  """
+  if isinstance(leaf, nn.LogicallyPartitioned):
+    source = f"logical names {tuple(leaf.names)!r}"
+    # Flax takes the first rule of a name whose axes are still unused.
+    rules = (*rules, *(leaf.rules or ()), *nn.get_logical_axis_rules())
+    known = {logical for logical, _ in rules}
+    # As in NNX, a name without a rule may be that of a mesh axis.
+    rules = (*rules, *((a, a) for a in mesh.axis_names if a not in known))
+    known |= set(mesh.axis_names)
+    for logical in leaf.names if strict else ():
+      # Flax would leave the dimension unsplit: a typo would pass.
+      if isinstance(logical, str) and logical not in known:
+        raise ValueError(
+          f"{where} has the {source}, and no rule maps {logical!r} to a mesh "
+          f"axis; allowed: {sorted(known)}, or a rule such as ({logical!r}, "
+          "None) in `rules` or flax.linen.logical_axis_rules; with "
+          "strict=False such a dimension is unsplit."
+          f"{checks.did_you_mean(logical, known)}"
+        )
+    try:
+      spec: Any = nn.logical_to_mesh_axes(leaf.names, rules)
+    except ValueError as e:
+      raise ValueError(f"{where} has the {source}: {e}") from e
+    return source, spec
+  if nn.meta.is_axis_metadata(leaf):
+    return f"metadata {leaf.names!r}", P(*leaf.names)
+  # A traced array has no sharding on devices.
+  is_traced = isinstance(leaf, jax.core.Tracer)
+  sharding = None if is_traced else getattr(leaf, "sharding", None)
+  if sharding is None or sharding.is_fully_replicated:
+    return "no rule", P()
+  if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh:
+    return "its sharding", sharding.spec
+  raise ValueError(
+    f"{where} is split over another mesh: {sharding}; allowed: an array on one "
+    f"device, a replicated one, or a NamedSharding on {mesh}."
+  )

@@ -81,14 +81,11 @@ class Topology:
         "Topology: mesh_shape[2] must be a multiple of num_slices="
         f"{num_slices}, because slices are stacked along z, got {shape[2]}."
       )
-    argument = "Topology: device_coordinates"
     if device_coordinates is None:
-      coordinates = coordinates_lib.all_coordinates(shape)[None]
-    else:
-      coordinates = coordinates_lib.integer_array(
-        argument, device_coordinates, None, None, 4
-      )
-    numbers = coordinates_lib.lookup_table(argument, coordinates, shape)
+      device_coordinates = coordinates_lib.all_coordinates(shape)[None]
+    coordinates, numbers = coordinates_lib.place(
+      "Topology: device_coordinates", device_coordinates, shape
+    )
     if devices is not None:
       devices = coordinates_lib.read_only(devices, object)
       if devices.shape != coordinates.shape[:2]:
@@ -100,7 +97,7 @@ class Topology:
     # A frozen dataclass rejects plain assignment.
     vars(self).update(
       mesh_shape=shape,
-      device_coordinates=coordinates_lib.read_only(coordinates, np.int32),
+      device_coordinates=coordinates,
       devices=devices,
       num_slices=num_slices,
       _device_numbers=numbers,
@@ -268,7 +265,8 @@ class Topology:
       TypeError: They are not integers.
     """
     task, _ = self._task_and_device(device_coordinates)
-    return f"{_job_prefix(job)}/task:{task}/device:CPU:0"
+    prefix = "" if job is None else f"/job:{job}"
+    return f"{prefix}/task:{task}/device:CPU:0"
 
   def tpu_device_name_at_coordinates(
     self, device_coordinates: npt.ArrayLike, job: str | None = None
@@ -284,7 +282,8 @@ class Topology:
       TypeError: They are not integers.
     """
     task, device = self._task_and_device(device_coordinates)
-    return f"{_job_prefix(job)}/task:{task}/device:TPU:{device}"
+    prefix = "" if job is None else f"/job:{job}"
+    return f"{prefix}/task:{task}/device:TPU:{device}"
 
   def device_at(self, device_coordinates: npt.ArrayLike) -> jax.Device:
     """Returns the JAX device at coordinates.
@@ -310,10 +309,6 @@ class Topology:
       f"Topology(mesh_shape={self.mesh_shape}, num_tasks={self.num_tasks}, "
       f"num_tpus_per_task={self.num_tpus_per_task}{slices})"
     )
-
-
-def _job_prefix(job: str | None) -> str:
-  return "" if job is None else f"/job:{job}"
 
 
 def slice_index(device: Any) -> int:

@@ -196,7 +196,7 @@ def find(
       f"process_id={index} must be less than num_processes={count} ({source})."
     )
   if address is not None:
-    port = checks.string("coordinator_address", address).rpartition(":")[2]
+    port = str(address).rpartition(":")[2]
     if not (port.isascii() and port.isdigit()):
       raise ValueError(
         "coordinator_address must be 'host:port' such as 'node1:1234' or "

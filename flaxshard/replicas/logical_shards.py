@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 
@@ -33,7 +34,14 @@ def specs_within(params: PyTree) -> PyTree:
     if jax.tree.structure(arrived) == structure and shapes == [
       x.shape for x in leaves
     ]:
-      found.add(tuple(specs_lib.logical_part(x.sharding.spec) for x in leaves))
+      found.add(
+        tuple(
+          specs_lib.only(
+            x.sharding.spec, mesh_lib.logical_axes(x.sharding.mesh)
+          )
+          for x in leaves
+        )
+      )
   specs = found.pop() if len(found) == 1 else [P()] * len(shapes)
   return structure.unflatten(specs)
 
@@ -41,7 +49,7 @@ def specs_within(params: PyTree) -> PyTree:
 def part_of(x: Any, spec: P) -> jax.ShapeDtypeStruct:
   """Returns shape and dtype of the part of an array on one logical device."""
   sizes = jax.sharding.get_abstract_mesh().shape
-  parts = specs_lib.parts(specs_lib.dims_of(spec, x.ndim), sizes)
+  parts = specs_lib.parts(spec, x.ndim, sizes)
   shape = tuple(n // count for n, count in zip(x.shape, parts, strict=True))
   return jax.ShapeDtypeStruct(shape, x.dtype)
 

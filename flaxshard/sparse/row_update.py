@@ -167,7 +167,6 @@ def _current_parts(params: PyTree, created: Parts) -> Parts:
 
 def _parts(found: Iterable[tuple[Path, Any, Mapping[str, int]]]) -> Parts:
   parts = {
-    path: specs_lib.parts(specs_lib.dims_of(spec, 1), sizes)[0]
-    for path, spec, sizes in found
+    path: specs_lib.parts(spec, 1, sizes)[0] for path, spec, sizes in found
   }
   return {path: count for path, count in parts.items() if count > 1}

@@ -16,7 +16,6 @@ from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
@@ -212,10 +211,10 @@ def _without_boxes(
     )
   return dataclasses.replace(
     init,
-    initialize=lambda *args: specs_lib.unbox(init.initialize(*args)),
+    initialize=lambda *args: rules_lib.unbox(init.initialize(*args)),
     variables=jax.tree.map(
       compile_only.abstract_array,
-      specs_lib.unbox(init.variables),
+      rules_lib.unbox(init.variables),
       sharding_lib.shardings_of(specs, mesh),
     ),
     arg_specs=arg_specs,

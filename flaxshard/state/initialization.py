@@ -16,7 +16,7 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import jaxprs
 from flaxshard.core.policy import Policy
-from flaxshard.partitioning import specs as specs_lib
+from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import nnx_adapter
 
 PyTree = Any
@@ -76,7 +76,7 @@ def trace(
     return Initializer(
       # Copies: donating the state must not delete the arrays of the module.
       lambda variables: jax.tree.map(jnp.copy, variables),
-      (specs_lib.unbox(variables),),
+      (rules_lib.unbox(variables),),
       variables,
       apply_fn,
       policy_of(model),

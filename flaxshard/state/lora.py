@@ -262,7 +262,8 @@ def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
       shape, axes = zip(*dims_of_factor, strict=True)
       sharding = None
       if on_mesh:
-        sharding = NamedSharding(x.sharding.mesh, specs_lib.spec_of(axes))
+        mesh = x.sharding.mesh
+        sharding = NamedSharding(mesh, specs_lib.shortest(P(*axes), mesh))
       factors.append(jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding))
     return factors
 

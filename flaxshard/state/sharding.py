@@ -196,16 +196,13 @@ def wrapper_specs(
     ):
       # Checked here: JAX's error would not name the wrapper.
       where = f"wrapper {name!r}: specs[{trees.path_string(path)}]"
-      dims = specs_lib.check(where, spec, tuple(leaf.shape), mesh)
-      used = {axis for axes in dims for axis in axes}
-      if used <= {mesh_lib.REPLICA}:
-        like = specs_lib.dims_of(param_spec, len(dims))
+      specs_lib.check(where, spec, tuple(leaf.shape), mesh)
+      own = specs_lib.axes_in(spec)
+      if own <= {mesh_lib.REPLICA}:
         # An axis can split only one dimension, so axes in use are left out.
-        dims = tuple(
-          own or tuple(axis for axis in other if axis not in used)
-          for own, other in zip(dims, like, strict=True)
-        )
-      specs.append(specs_lib.shortest(dims, mesh))
+        unused = [axis for axis in mesh.axis_names if axis not in own]
+        spec = specs_lib.merge(spec, specs_lib.only(param_spec, unused))
+      specs.append(specs_lib.shortest(spec, mesh))
     treedef: Any = jax.tree.structure(states[name])
     result[name] = treedef.unflatten(specs)
   return result

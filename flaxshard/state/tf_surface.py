@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Sequence
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -67,11 +68,8 @@ def check_path(argument: str, path: Any, params: PyTree) -> str:
   """
   known = parameter_paths(params)
   if path not in known:
-    raise ValueError(
-      patterns_lib.describe_no_match(
-        f"{argument}={path!r}", str(path), "params", known
-      )
-    )
+    pattern = f"^{re.escape(str(path))}$"
+    patterns_lib.find(f"{argument}={path!r}", pattern, "params", known)
   return path
 
 

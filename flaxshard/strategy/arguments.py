@@ -225,7 +225,7 @@ def _sharding_on(mesh: Mesh, where: str, x: Any, kind: str) -> NamedSharding:
   if kind == SHARED:
     # XLA returns the state with this form of the spec. Any other form would
     # make the second step compile again.
-    spec = specs_lib.shortest(tuple(map(specs_lib.axes_of, spec)), mesh)
+    spec = specs_lib.shortest(spec, mesh)
   elif kind == OWN and not has_replica_axis(spec):
     spec = P(mesh_lib.REPLICA, *spec[1:])
   # An array that was offloaded to host memory stays there.

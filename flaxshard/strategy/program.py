@@ -62,11 +62,13 @@ class ReplicaProgram:
       arrays, self.leaves, self.shardings, strict=True
     ):
       shared = leaf.kind == arguments.SHARED
-      in_specs.append(P() if shared else specs_lib.replica_part(sharding.spec))
+      in_specs.append(
+        P() if shared else specs_lib.only(sharding.spec, [mesh_lib.REPLICA])
+      )
       if shared and mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec):
         # jax.shard_map gathers what is stored split over the replicas, but only
         # where the axes are Auto.
-        spec = specs_lib.logical_part(sharding.spec)
+        spec = specs_lib.only(sharding.spec, mesh_lib.logical_axes(self.mesh))
         x = mesh_lib.constrain(x, NamedSharding(self.mesh, spec))
       parts.append(x)
     # Two states may have the same structure: the shapes tell them apart.

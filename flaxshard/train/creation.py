@@ -142,11 +142,11 @@ def errors_name_field(context: str) -> Iterator[None]:
   """
   try:
     yield
-  except patterns.PatternError:
-    # It names config.freeze, config.learning_rates, config.sparse or lora.
-    raise
-  except rules_lib.RuleError as e:
-    # The message of a RuleError begins with "rules", a field of config.mesh.
+  except patterns.PatternError as e:
+    # It names config.freeze, config.learning_rates, config.sparse or lora; or
+    # begins with "rules", a field of config.mesh.
+    if not str(e).startswith("rules"):
+      raise
     raise ValueError(f"config.mesh.{e}") from e
   except (TypeError, ValueError, ArithmeticError, LookupError) as e:
     kind = TypeError if isinstance(e, TypeError) else ValueError

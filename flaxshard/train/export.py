@@ -105,7 +105,7 @@ def export(
       )
   for platform in platforms:
     checks.one_of("platforms", platform, (*PLATFORMS, "rocm"))
-  path = files.absolute(checks.path("path", path))
+  path = files.absolute(path)
   files.check_writable("path", path, create=False)
   names = (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE)
   found = [n for n in names if epath.Path(os.path.join(path, n)).exists()]

@@ -145,7 +145,7 @@ def load(
     >>> loaded = fs.load("/tmp/digits")  # doctest: +SKIP
     >>> logits = loaded.predict({"inputs": images})  # doctest: +SKIP
   """
-  workdir = files.absolute(checks.path("workdir", workdir))
+  workdir = files.absolute(workdir)
   if task is not None:
     task = tasks.adapt(task)
   # JSON has lists for the tuples of the config.

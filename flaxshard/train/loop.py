@@ -16,7 +16,6 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import parameter_groups
@@ -112,7 +111,7 @@ def train_and_evaluate(
     failures.share(),
   ):
     config = config_lib.check(load.record(config, task))
-    workdir = files.absolute(checks.path("workdir", workdir))
+    workdir = files.absolute(workdir)
     rank = ranks.find(config, worker_id, num_workers, start_timeout)
     if multihost.is_process_known():
       same_run.check_config(config)

@@ -89,7 +89,7 @@ class Accumulate(base.Base):
     steps = checks.integer("Accumulate: steps", self.steps, minimum=1)
     # A plain int, also from a NumPy integer: configs hold plain values.
     object.__setattr__(self, "steps", steps)
-    checks.boolean("Accumulate: per_replica", self.per_replica)
+    checks.one_of("Accumulate: per_replica", self.per_replica, (True, False))
 
   @property
   def reduces(self) -> str:  # type: ignore[override]

@@ -154,8 +154,8 @@ class AGN(base.Base):
     object.__setattr__(self, "communication_period", period)
     object.__setattr__(self, "transport", agn_store.parse(self.transport))
     checks.one_of("AGN: commit", self.commit, ("sequential", "mean", "sum"))
-    checks.boolean("AGN: share_step_count", self.share_step_count)
-    checks.boolean("AGN: commit_delta", self.commit_delta)
+    checks.one_of("AGN: share_step_count", self.share_step_count, (True, False))
+    checks.one_of("AGN: commit_delta", self.commit_delta, (True, False))
     if self.outer_tx is not None:
       opt_state_lib.check_tx(self.outer_tx, "AGN: outer_tx")
       if self.share_step_count:

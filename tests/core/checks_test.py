@@ -1,7 +1,6 @@
 """The argument checks: accepted values, and the errors for all others."""
 
 import math
-import pathlib
 
 import numpy as np
 import pytest
@@ -19,9 +18,6 @@ from flaxshard.core import checks
     (lambda: checks.number("x", 1), 1.0),
     (lambda: checks.number("x", np.float32(0.5), above=0), 0.5),
     (lambda: checks.number("x", 0, minimum=0, below=1), 0.0),
-    (lambda: checks.boolean("b", np.True_), True),
-    (lambda: checks.string("s", "a"), "a"),
-    (lambda: checks.path("p", pathlib.PurePosixPath("/a")), "/a"),
     (lambda: checks.one_of("o", None, ("sum", None)), None),
     (lambda: checks.one_of("o", "sum", ("sum", None)), "sum"),
   ],
@@ -43,8 +39,7 @@ def test_valid_value_is_returned_in_plain_python_type(call, returned):
     (lambda: checks.number("x", 2, below=1), ValueError, ("below 1", "2.")),
     (lambda: checks.number("x", math.nan), ValueError, ("x", "finite", "nan")),
     (lambda: checks.number("x", 10**400), ValueError, ("x", "finite")),
-    (lambda: checks.boolean("b", 1), TypeError, ("b", "True or False", "1")),
-    (lambda: checks.string("s", ""), TypeError, ("s", "string", "''")),
+    (lambda: checks.one_of("b", 1, (True, False)), TypeError, ("b", "1")),
     (lambda: checks.one_of("o", "men", ("mean",)), ValueError, ("'mean'?",)),
     (lambda: checks.one_of("o", np.ones(2), ("sum",)), TypeError, ("'sum'",)),
   ],

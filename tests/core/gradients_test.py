@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import pytest
 
 import flaxshard as fs
 from flaxshard.core import gradients
@@ -79,11 +78,8 @@ def rows(indices, values, dtype=jnp.float32):
   return fs.IndexedSlices(indices, values, (5, 2))
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_all_finite_of_rows(bad):
-  assert all_finite({"a": rows([1, 3], [1.0, 2.0])})
-  assert not all_finite({"a": rows([1, 3], [1.0, bad]), "b": jnp.ones(2)})
-
-
-def test_all_finite_ignores_rows_that_are_padding():
+def test_all_finite_of_rows():
+  for bad in BAD:
+    assert not all_finite({"a": rows([1, 3], [1.0, bad]), "b": jnp.ones(2)})
+  # Padding does not count.
   assert all_finite(rows([1, 5, -1], [1.0, np.nan, np.inf]))

@@ -1,11 +1,9 @@
 """Errors of one process that all of a program's processes raise."""
 
-import subprocess
-import sys
-
 import pytest
 import two_processes
 
+from flaxshard.core import files
 from flaxshard.core import multihost
 
 
@@ -79,26 +77,11 @@ assert sorted(os.listdir(sys.argv[3])) == [".lock"]
 print("same")
 """
 
-HOLDER = """
-import sys
-from flaxshard.core import files
-release = files.lock("directory", sys.argv[1])
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.mark.slow
 def test_both_processes_raise_the_error_of_one(tmp_path):
-  holder = subprocess.Popen(
-    [sys.executable, "-c", HOLDER, str(tmp_path)],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  with holder:
-    assert holder.stdout.readline() == "locked\n"
-    outs = two_processes.run(SCRIPT, str(tmp_path))
-    holder.kill()
+  release = files.lock("directory", tmp_path)
+  outs = two_processes.run(SCRIPT, str(tmp_path))
+  release()
   for out, _ in outs:
     assert out.splitlines()[-1] == "same"

@@ -37,17 +37,9 @@ def step(state):
   return state.minimize(loss_fn)[0]
 
 
-@jax.jit
-def apply(state, grads):
-  return state.apply_gradients(grads=state.unscale_gradients(grads))
-
-
 def slot_paths(state):
-  return [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
-    if x.ndim
-  ]
+  leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
+  return [jax.tree_util.keystr(path) for path, x in leaves if x.ndim]
 
 
 # -- Frozen parameters.

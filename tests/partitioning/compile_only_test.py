@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +15,20 @@ P = jax.sharding.PartitionSpec
 
 
 @pytest.mark.parametrize(
-  ("arguments", "error", "part"),
+  ("device_assignment", "part"),
   [
-    (dict(device_assignment="v5e:2x4"), ValueError, r'"flaxshard\[tpu\]"'),
-    (dict(device_assignment="v5e-8"), ValueError, "'v5e:2x4'"),
-    (
-      dict(device_assignment=fs.Topology((2, 2, 1, 1))),
-      ValueError,
-      "Topology.named",
-    ),
+    ("v5e:2x4", r'"flaxshard\[tpu\]"'),
+    ("v5e-8", "'v5e:2x4'"),
+    (fs.Topology((2, 2, 1, 1)), "Topology.named"),
   ],
 )
-def test_invalid_first_argument_raises(
-  monkeypatch: pytest.MonkeyPatch,
-  arguments: dict[str, Any],
-  error: type[Exception],
-  part: str,
-) -> None:
+def test_mistakes(monkeypatch, device_assignment, part):
   monkeypatch.setattr(compile_only, "has_libtpu", lambda: False)
-  with pytest.raises(error, match=part):
-    fs.Strategy(**arguments)
+  with pytest.raises(ValueError, match=part):
+    fs.Strategy(device_assignment)
 
 
-def test_abstract_batch_on_devices() -> None:
+def test_abstract_batch_on_devices():
   strategy = fs.Strategy()
   shape = jax.ShapeDtypeStruct((16, 2), jnp.float32)
   batch = strategy.shard_batch({"x": shape})
@@ -47,7 +37,7 @@ def test_abstract_batch_on_devices() -> None:
 
 
 @pytest.mark.tpu
-def test_libtpu_writes_nothing_where_there_is_no_tpu() -> None:
+def test_libtpu_writes_nothing_where_there_is_no_tpu():
   environment = {
     name: value
     for name, value in os.environ.items()

@@ -143,70 +143,77 @@ def test_lookups():
   assert assignment.lookup_replicas(1, 0) == [4, 5]
 
 
-@pytest.mark.parametrize(
-  ("method", "arguments", "error", "message"),
-  [
-    ("coordinates", (-1, 0), ValueError, "replica .* at most 1, got -1"),
-    ("tpu_ordinal", (2,), ValueError, "replica .* got 2"),
-    ("tpu_device", (0, 1.0), TypeError, "logical_core .* integer.* got 1.0"),
-    ("lookup_replicas", (2, 0), ValueError, "task_id .* got 2"),
-    ("lookup_replicas", (1, 0), ValueError, r"one of \[0\], got 1"),
-  ],
+# -- Mistakes.
+
+SOME = fs.Topology((2, 2, 1, 1), [[ORIGIN, [1, 0, 0, 0], [0, 1, 0, 0]]])
+FULL = fs.Topology((4, 4, 1, 2))
+# Two tasks of two chips, each with a core of each replica.
+ACROSS = fs.DeviceAssignment(
+  topology_in_blocks((4, 1, 1, 1), (2, 1, 1)),
+  [[ORIGIN, [2, 0, 0, 0]], [[1, 0, 0, 0], [3, 0, 0, 0]]],
 )
-def test_lookup_out_of_range_raises(method, arguments, error, message):
-  topology = topology_in_blocks((4, 1, 1, 1), (2, 1, 1))
-  assignment = fs.DeviceAssignment(
-    topology, [[ORIGIN, [2, 0, 0, 0]], [[1, 0, 0, 0], [3, 0, 0, 0]]]
-  )
-  with pytest.raises(error, match=message):
-    getattr(assignment, method)(*arguments)
 
 
-# -- Errors.
+def build_full(**arguments):
+  return lambda: fs.DeviceAssignment.build(FULL, **arguments)
 
 
-@pytest.mark.parametrize(
-  ("cores", "error", "facts"),
-  [
-    ([ORIGIN], ValueError, ("got shape [1, 4]",)),
-    ([[[0.0] * 4]], TypeError, ("integers",)),
-    ([[ORIGIN], [[0, 2, 0, 0]]], ValueError, ("[1, 0]", "got [0, 2, 0, 0]")),
-    ([[[1, 1, 0, 0]]], ValueError, ("a device", "got [1, 1, 0, 0]")),
-    ([[ORIGIN], [ORIGIN]], ValueError, ("[0, 0]", "another core")),
-  ],
-)
-def test_invalid_core_assignment_raises(cores, error, facts):
-  topology = fs.Topology((2, 2, 1, 1), [[ORIGIN, [1, 0, 0, 0], [0, 1, 0, 0]]])
-  with pytest.raises(error, match="core_assignment") as e:
-    fs.DeviceAssignment(topology, cores)
-  for fact in facts:
-    assert fact in str(e.value)
+def assign_some(cores):
+  return lambda: fs.DeviceAssignment(SOME, cores)
 
 
 @pytest.mark.parametrize(
-  ("arguments", "error", "facts"),
+  ("call", "error", "facts"),
   [
-    ({"num_replicas": 33}, ValueError, ("at most 32", "got 33")),
+    (lambda: ACROSS.coordinates(-1, 0), ValueError, ("replica", "got -1")),
+    (lambda: ACROSS.tpu_ordinal(2), ValueError, ("replica", "1", "got 2")),
+    (lambda: ACROSS.tpu_device(0, 1.0), TypeError, ("logical_core", "1.0")),
+    (lambda: ACROSS.lookup_replicas(2, 0), ValueError, ("task_id", "got 2")),
+    (lambda: ACROSS.lookup_replicas(1, 0), ValueError, ("[0], got 1",)),
+    (assign_some([ORIGIN]), ValueError, ("core_assignment", "[1, 4]")),
+    (assign_some([[[0.0] * 4]]), TypeError, ("core_assignment", "integers")),
     (
-      {"num_replicas": 5, "computation_shape": (2, 2, 1, 2)},
+      assign_some([[ORIGIN], [[0, 2, 0, 0]]]),
       ValueError,
-      ("4",),
+      ("core_assignment[1, 0]", "got [0, 2, 0, 0]"),
     ),
-    ({"computation_shape": (5, 1, 1, 1)}, ValueError, ("fit", "(4, 4, 1, 2)")),
     (
-      {"computation_stride": (3, 1, 1, 1), "computation_shape": (2,) * 4},
+      assign_some([[[1, 1, 0, 0]]]),
       ValueError,
-      ("fit", "got (2, 2, 2, 2) times (3, 1, 1, 1)"),
+      ("core_assignment", "a device", "got [1, 1, 0, 0]"),
     ),
-    ({"device_order_mode": "snake"}, ValueError, ("'auto', 'ring'", "'snake'")),
+    (
+      assign_some([[ORIGIN], [ORIGIN]]),
+      ValueError,
+      ("core_assignment[0, 0]", "another core"),
+    ),
+    (build_full(num_replicas=33), ValueError, ("num_replicas", "32", "33")),
+    (
+      build_full(num_replicas=5, computation_shape=(2, 2, 1, 2)),
+      ValueError,
+      ("num_replicas", "4"),
+    ),
+    (
+      build_full(computation_shape=(5, 1, 1, 1)),
+      ValueError,
+      ("computation_shape", "fit", "(4, 4, 1, 2)"),
+    ),
+    (
+      build_full(computation_stride=(3, 1, 1, 1), computation_shape=(2,) * 4),
+      ValueError,
+      ("computation_stride", "got (2, 2, 2, 2) times (3, 1, 1, 1)"),
+    ),
+    (
+      build_full(device_order_mode="snake"),
+      ValueError,
+      ("device_order_mode", "'auto', 'ring'", "'snake'"),
+    ),
   ],
 )
-def test_invalid_argument_of_build_raises(arguments, error, facts):
+def test_mistakes(call, error, facts):
   with pytest.raises(error) as e:
-    fs.DeviceAssignment.build(
-      **{"topology": fs.Topology((4, 4, 1, 2)), **arguments}
-    )
-  for fact in (next(iter(arguments)), *facts):
+    call()
+  for fact in facts:
     assert fact in str(e.value)
 
 

@@ -46,27 +46,6 @@ def test_lookups_at_coordinates():
   assert tpu_name([1, 1, 0, 0], "w") == "/job:w/task:1/device:TPU:2"
 
 
-MESH = (1, 1, 2, 1)
-ZEROS = [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-  ("arguments", "error", "facts"),
-  [
-    ([(2, 2, 1.0, 1)], TypeError, ("mesh_shape", "got (2, 2, 1.0, 1)")),
-    ([MESH, [[ZEROS, [0, 0, 2, 0]]]], ValueError, ("[0, 1]", "[0, 0, 2, 0]")),
-    ([MESH, [[ZEROS], [ZEROS]]], ValueError, ("[0, 0]", "another core")),
-    ([(2, 1, 1, 1), None, ["a", "b"]], ValueError, ("devices", "[1, 2]")),
-    ([(2, 1, 4, 1), None, None, 3], ValueError, ("num_slices=3", "got 4")),
-  ],
-)
-def test_invalid_arguments_raise(arguments, error, facts):
-  with pytest.raises(error, match="Topology") as e:
-    fs.Topology(*arguments)
-  for fact in facts:
-    assert fact in str(e.value)
-
-
 # -- From devices.
 
 
@@ -122,25 +101,36 @@ def test_slices_are_stacked_along_z():
     fs.Topology.from_devices(devices[3:])
 
 
+MESH, ZEROS = (1, 1, 2, 1), [0, 0, 0, 0]
+read = fs.Topology.from_devices
+
+
 @pytest.mark.parametrize(
-  ("devices", "error", "facts"),
+  ("function", "arguments", "facts"),
   [
-    ([], ValueError, ("at least one",)),
+    (fs.Topology, [(2, 2, 1.0, 1)], ("mesh_shape", "got (2, 2, 1.0, 1)")),
+    (fs.Topology, [MESH, [[ZEROS, [0, 0, 2, 0]]]], ("[0, 1]", "[0, 0, 2, 0]")),
+    (fs.Topology, [MESH, [[ZEROS], [ZEROS]]], ("[0, 0]", "another core")),
+    (fs.Topology, [(2, 1, 1, 1), None, ["a", "b"]], ("devices", "[1, 2]")),
+    (fs.Topology, [(2, 1, 4, 1), None, None, 3], ("num_slices=3", "got 4")),
+    (read, [[]], ("devices", "at least one")),
     (
-      [tpu((x, 0, 0), process=x // 2) for x in range(3)],
-      ValueError,
-      ("processes", "[2, 1]"),
+      read,
+      [[tpu((x, 0, 0), process=x // 2) for x in range(3)]],
+      ("devices", "processes", "[2, 1]"),
     ),
     (
-      [gpu(0, slice_index=0), gpu(1, slice_index=1), gpu(2, slice_index=1)],
-      ValueError,
-      ("slices", "[1, 2]"),
+      read,
+      [[gpu(p, slice_index=min(p, 1)) for p in range(3)]],
+      ("devices", "slices", "[1, 2]"),
     ),
+    (read, [None, (2, 2, 1, 1)], ("devices, 8", "got (2, 2, 1, 1)")),
+    (read, [None, (8.0, 1, 1, 1)], ("from_devices: mesh_shape", "integers")),
   ],
 )
-def test_invalid_devices_raise(devices, error, facts):
-  with pytest.raises(error, match=r"Topology\.from_devices: devices") as e:
-    fs.Topology.from_devices(devices)
+def test_mistakes(function, arguments, facts):
+  with pytest.raises(ValueError, match="Topology") as e:
+    function(*arguments)
   for fact in facts:
     assert fact in str(e.value)
 
@@ -174,7 +164,3 @@ def test_cpu_devices_take_a_given_mesh_shape():
   assert topology.device_at((0, 1, 0, 0)) is devices[4]
   reversed_ = fs.Topology.from_devices(devices[::-1], mesh_shape=(1, 8, 1, 1))
   assert reversed_.device_at((0, 0, 0, 0)) is devices[7]
-  with pytest.raises(ValueError, match=r"devices, 8, got \(2, 2, 1, 1\)"):
-    fs.Topology.from_devices(mesh_shape=(2, 2, 1, 1))
-  with pytest.raises(TypeError, match="from_devices: mesh_shape must be int"):
-    fs.Topology.from_devices(mesh_shape=(8.0, 1, 1, 1))

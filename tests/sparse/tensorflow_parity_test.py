@@ -140,7 +140,6 @@ REPEATED = {
     "Adam",
   },
 }
-CASES = [(api, name) for api, cases in COUNTERPARTS.items() for name in cases]
 
 
 def create(api, name, **arguments):
