@@ -13,7 +13,6 @@ import difflib
 import inspect
 import math
 import reprlib
-import sys
 from typing import Any
 import warnings
 
@@ -111,11 +110,14 @@ def number(
     raise ArgumentTypeError(
       f"{argument} must be {allowed}, got {describe(value)}."
     )
-  # An int may be finite, and larger than any float.
-  is_finite = abs(value) <= sys.float_info.max
-  if not (is_finite and minimum <= value <= maximum and above < value < below):
+  try:
+    result = float(value)
+  except OverflowError:  # an int that no float can hold
+    result = math.inf
+  in_range = minimum <= result <= maximum and above < result < below
+  if not (math.isfinite(result) and in_range):
     raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
-  return float(value)
+  return result
 
 
 def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -197,6 +198,6 @@ def _build(where: str, config: Mapping[str, Any], **given: Any) -> Any:
     # optax uses None and booleans as flags, not as numbers.
     if name != "name" and value is not None and not isinstance(value, bool):
       # FTRL's power of the learning rate is negative, and checked by `ftrl`.
-      minimum = None if name == "learning_rate_power" else 0
+      minimum = -math.inf if name == "learning_rate_power" else 0
       checks.number(f"{where}.{name}", value, minimum=minimum)
   return registry.call(where, config, OPTIMIZERS, **given)

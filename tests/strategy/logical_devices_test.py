@@ -325,7 +325,7 @@ ALONE = " .* alone"
     (
       lambda x: split(x[:6], [4, 1]),
       ValueError,
-      r"=\[4, 1\].*dimension 0.*by 4.*\(6, 4\)",
+      r"=\[4, 1\].*axis 0.*4 times.*\(6, 4\)",
     ),
     (
       lambda x: split(np.full((4, 4), 2**31), [2, 2]),

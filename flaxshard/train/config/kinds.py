@@ -41,8 +41,8 @@ def number(allowed: str, **bounds: Any) -> Kind:
   return Kind(allowed, functools.partial(checks.number, below=1e38, **bounds))
 
 
-def one_of(*allowed: str) -> Kind:
-  """Returns the kind of a few strings."""
+def one_of(*allowed: Any) -> Kind:
+  """Returns the kind of a few strings, or of True and False."""
   check = functools.partial(checks.one_of, allowed=allowed)
   return Kind(" or ".join(f'"{a}"' for a in allowed), check)
 
@@ -149,7 +149,7 @@ def _is_split(value: Any) -> bool:
 
 _NAMED = 'a name, or {"name": ..., **arguments}'
 
-Boolean = Annotated[bool, Kind("True or False", checks.boolean)]
+Boolean = Annotated[bool, Kind("True or False", one_of(True, False).check)]
 Text = Annotated[str, where("a string", lambda value: isinstance(value, str))]
 Natural = Annotated[int, at_least(0)]
 Count = Annotated[int, at_least(1)]
