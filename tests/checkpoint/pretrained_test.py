@@ -273,7 +273,7 @@ FILE = {"body": {"kernel": W}, "head": {"kernel": numbers(16, 4)}}
     ({"cast": 1}, TypeError, ["cast"]),
     ({"subtree": "a/c"}, ValueError, ["subtree='a/c'", "body, head"]),
     ({"path": "/tmp/no/such/path"}, ValueError, ["no such path"]),
-    ({"path": None}, TypeError, ["path"]),
+    ({"path": None}, TypeError, ["NoneType"]),
     # As many dimensions in another order are a forgotten transposition.
     (
       {"state": {"body": {"kernel": W.T}}, "ignore": ["head"]}
