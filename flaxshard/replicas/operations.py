@@ -115,7 +115,13 @@ def from_function(
   local = local_replicas(mesh)
   num_replicas = mesh.shape[mesh_lib.REPLICA]
   values = [value_fn(ValueContext(i, num_replicas)) for i in local]
-  for value in values:
+  for i, value in zip(local, values, strict=True):
+    # NumPy would promote the dtypes.
+    if difference := trees.first_difference(value, values[0]):
+      raise ValueError(
+        f"value_fn: the value of replica {i} differs from that of replica "
+        f"{local[0]} at {difference}."
+      )
     for path, x in jax.tree_util.tree_leaves_with_path(value):
       trees.check_integers(f"value_fn: value[{trees.path_string(path)}]", x)
   sharding = jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA))

@@ -98,9 +98,17 @@ def whole_batches(
       and not isinstance(
         getattr(x, "sharding", None), jax.sharding.NamedSharding
       )
-      and not trees.is_prng_key(x)
+      and not _is_key(x)
       # With fewer examples than replicas it is hardly a batch.
       and x.shape[batch_dim:][:1] >= (sharding.mesh.shape[mesh_lib.REPLICA],)
     ):
       found.append(f"argument {path} of shape {x.shape}")
   return found
+
+
+def _is_key(x: Any) -> bool:
+  """Returns whether an input is a PRNG key, typed or raw."""
+  if trees.is_prng_key(x):
+    return True
+  raw = jax.eval_shape(jax.random.PRNGKey, 0)
+  return bool(x.dtype == raw.dtype and x.shape[-1:] == raw.shape)

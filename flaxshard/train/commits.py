@@ -11,9 +11,13 @@ import contextlib
 import logging
 from typing import Any
 
+from flaxshard.core import files
 from flaxshard.state.train_state import TrainState
+from flaxshard.train import metrics
 from flaxshard.train import preemption
 from flaxshard.train import ranks
+from flaxshard.train import report
+from flaxshard.train import resume
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 
@@ -25,6 +29,7 @@ class Commits:
 
   Args:
     setup: The setup of the config.
+    root: The folder of all workers, which is that of worker 0.
     train_iter: The training batches, which go on with those of the others when
       the worker joins.
     worker: A `flaxshard.Worker`, which has been entered; None: commits are part
@@ -32,9 +37,14 @@ class Commits:
   """
 
   def __init__(
-    self, setup: setup_lib.Setup, train_iter: Any, worker: Any = None
+    self,
+    setup: setup_lib.Setup,
+    root: str,
+    train_iter: Any,
+    worker: Any = None,
   ):
     self._setup = setup
+    self._root = root
     self._train_iter = train_iter
     self._worker = worker
 
@@ -100,6 +110,44 @@ class Commits:
       raise InterruptedError("the run was stopped while it waited for others")
     return state
 
+  def publish(self, step: int, state: TrainState, row: metrics.Row) -> None:
+    """Saves the final center in the workdir of worker 0, if that is gone.
+
+    If that is locked, `fs.load` finds the final center in the store.
+
+    Args:
+      step: The last step.
+      state: The state with the final center.
+      row: The last row of metrics, with the evaluation.
+    """
+    worker, root, config = self._worker, self._root, self._setup.config
+    if worker is None or not worker.worker_id or not worker.is_leader:
+      return
+    with contextlib.ExitStack() as stack:
+      try:
+        stack.callback(files.lock("workdir", root))
+      except ValueError as e:
+        _log.warning("the final center is in the store only: %s", e)
+        return
+      saver = stack.enter_context(resume.open_checkpointer(config, root))
+      latest = saver.latest_step()
+      if latest is not None and latest >= step:
+        return
+      _log.warning(
+        "worker 0 is gone: worker %d saves the final center in %s",
+        worker.worker_id,
+        root,
+      )
+      same_run.write(self._setup, root)
+      evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
+      saver.save(step, state, data=self._train_iter, metrics=evaluation)
+      # Rows of this step may be those of a worker 0 that could not save it.
+      file = metrics.MetricsFile(metrics.metrics_path(root), step - 1)
+      with contextlib.closing(file):
+        file.write(step, row, flush=True)
+    report.draw(config, root)
+    report.log_result(root, logging.WARNING)
+
   def row(self) -> dict[str, float]:
     """Returns the columns of `metrics.jsonl` for the commits since the last."""
     return {} if self._worker is None else self._worker.metrics()
@@ -138,7 +186,7 @@ def open_commits(
     train_iter: The training batches.
   """
   if ranks.store_agn(setup.config) is None:
-    yield Commits(setup, train_iter)
+    yield Commits(setup, workdir, train_iter)
     return
   # Imported here: other runs do not need it.
   from flaxshard.center.worker import Worker
@@ -151,4 +199,4 @@ def open_commits(
     start_timeout=rank.start_timeout,
     should_stop=lambda: stop_request.signum is not None,
   ) as worker:
-    yield Commits(setup, train_iter, worker)
+    yield Commits(setup, workdir, train_iter, worker)

@@ -278,6 +278,8 @@ def _run(
 
     with stop_request.saving():
       checkpointer.wait()
+    if ends:
+      commits.publish(step, state, row)
     if stopping.stopped_step is not None:
       # Saved as it was evaluated; the others may go on from another center.
       with contextlib.suppress(InterruptedError):

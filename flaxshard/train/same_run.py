@@ -247,7 +247,7 @@ def check_earlier_run(
     return
 
   def is_finished(values: Mapping[str, Any]) -> bool:
-    rule = values["early_stopping"]
+    rule = values.get("early_stopping", {"metric": "none"})
     stopping = early_stopping.replay(rule, workdir, latest_step)
     is_last = latest_step >= values.get("num_train_steps", math.inf)
     return is_last or stopping.stopped_step is not None

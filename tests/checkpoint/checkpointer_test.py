@@ -188,3 +188,23 @@ def test_workdir_directory_of_steps_and_step_are_restored(tmp_path):
     restored = fs.checkpoint.restore(path, create(), step)
     assert_plain_equal(restored, trained(create(), wanted))
   assert int(restore(tmp_path, create()).step) == 4
+
+
+def test_all_dtypes_are_restored(path):
+  params = {
+    "half": jnp.array([1.0, 2.0**-24], jnp.float16),
+    "brain": jnp.array([3.0, 1e30], jnp.bfloat16),
+    "tiny": jnp.array([0.5, -448.0], jnp.float8_e4m3fn),
+    "count": jnp.array([1, -(2**31)], jnp.int32),
+    "flag": jnp.array([True, False]),
+    "complex": jnp.array(1 + 2j, jnp.complex64),
+    "numpy": np.float32(2),
+    "none": None,
+  }
+  create_from = lambda p: fs.TrainState.create(
+    apply_fn=None, params=p, tx=optax.set_to_zero(), wrappers=dynamic()
+  )
+  save(path, create_from(params))
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  restored = restore(path, create_from(zeros))
+  assert_trees_equal(restored.params, params)

@@ -194,9 +194,16 @@ MADE = EIGHT.distribute_values_from_function
     (lambda: EIGHT.local_results(LARGE), "not fit int32"),
     (
       lambda: MADE(lambda c: {"a": np.ones(c.replica_id_in_sync_group)}),
-      "same shape",
+      r"replica 1 .* replica 0 at a: shape \(1,\)",
     ),
-    (lambda: MADE(lambda c: {str(c.replica_id_in_sync_group): 1}), "key"),
+    (
+      lambda: MADE(lambda c: np.zeros(1, "if"[c.replica_id_in_sync_group % 2])),
+      r"replica 1 .* replica 0 at .*float32",
+    ),
+    (
+      lambda: MADE(lambda c: {str(c.replica_id_in_sync_group): 1}),
+      "at 0: missing",
+    ),
     (
       lambda: MADE(lambda c: {"n": 2**31}),
       r"value\[n\] is int64.* 2147483648",

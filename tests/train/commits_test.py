@@ -139,6 +139,21 @@ def test_who_starts_after_the_end_takes_the_final_center(tmp_path, caplog):
   assert "nothing to train: step 8" in caplog.text
 
 
+def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
+  state = run(tmp_path, 1, num_workers=2, deadline=1.0)
+  # Warnings are printed by all workers.
+  printed = [r.message for r in caplog.records if r.levelname == "WARNING"]
+  assert printed[-3:-1] == [
+    f"worker 0 is gone: worker 1 saves the final center in {tmp_path}",
+    f"done: step 8: {printed[-2].partition('8: ')[2]}",
+  ]
+  assert "eval_accuracy=" in printed[-2]
+  assert_equal([state.params, fs.load(tmp_path).params])
+  [row] = tiny.rows(tmp_path)
+  assert row == tiny.rows(tmp_path / "workers" / "1")[-1]
+  assert row["step"] == 8 and row["eval_accuracy"] > 0
+
+
 def test_load_finds_the_final_center_that_no_step_has(tmp_path, caplog):
   run(tmp_path, checkpoint_every_steps=4)
   final = fs.load(tmp_path)

@@ -66,6 +66,7 @@ def test_two_workers_end_like_two_replicas(start, tmp_path, monkeypatch):
   # Worker 0 alone prints rows and the result.
   assert output.count("step 14: eval_loss=") == 2
   assert output.count("[0]") > output.count("done: step 14: eval_loss=") == 1
+  assert "is gone" not in output and "store only" not in output
   states = load_both(tmp_path)
   # Two local steps after the third commit, workers have their own parameters.
   agn = [x.wrapper_states["agn"] for x in states]
