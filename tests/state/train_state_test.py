@@ -390,3 +390,33 @@ def test_different_paths_with_the_same_string():
   new = state.apply_gradients(grads={"a": {"b": None}, "a/b": jnp.ones(1)})
   assert float(new.params["a"]["b"][0]) == 0.0
   assert float(new.params["a/b"][0]) == -0.5
+
+
+def test_weakly_typed_collections_do_not_recompile():
+  state = create(
+    [fs.LossScale("dynamic")],
+    tx=optax.adam(0.5),
+    params={"w": jnp.ones(2)},
+    ema=jnp.zeros(()),
+  )
+  weak = jnp.asarray(2.0)
+  assert weak.weak_type
+
+  @jax.jit
+  def step(state):
+    return state.apply_gradients(
+      grads={"w": jnp.ones(2)}, ema=jnp.asarray(2.0) * 1.5
+    )
+
+  # Outside of jit, and a Python number.
+  states = [
+    state.apply_gradients(grads={"w": jnp.ones(2)}, ema=value)
+    for value in (weak, 2.0)
+  ]
+  state = step(state)
+  assert float(state.ema) == 3.0
+  with compilations.count() as compiled:
+    for new in (state, *states):
+      assert not any(x.weak_type for x in jax.tree.leaves(new))
+      step(new)
+  assert compiled.total == 0
