@@ -285,4 +285,4 @@ def test_some_operations_that_fail(commit, kind):
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_operations_that_fail(commit, kind):
-  check(commit, kind, most=8, sample=24)
+  check(commit, kind, most=8, sample=12)

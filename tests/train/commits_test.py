@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory):
 
 # In the middle of a period, at a commit, and at the last step.
 @pytest.mark.parametrize(
-  "step", [2, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 7))]
+  "step", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 7, 8))]
 )
 def test_a_lone_worker_that_was_stopped_ends_with_equal_bits(
   tmp_path, undisturbed, step
@@ -94,6 +94,7 @@ def tiny_step(workdir):
   return rows[-1]["step"] if rows else 0
 
 
+@pytest.mark.slow
 def test_a_stop_while_others_are_waited_for_is_no_end(tmp_path, caplog):
   # Worker 1 of 2 never comes. The last row is written before the wait.
   is_done = lambda: worker_phase(tmp_path) == "done"
@@ -118,6 +119,7 @@ def worker_phase(workdir):
   return content and unpack("worker/0", content)["phase"]
 
 
+@pytest.mark.slow
 def test_who_starts_after_the_end_takes_the_final_center(tmp_path, caplog):
   first = run(tmp_path, num_workers=2, deadline=1.0)
   assert "worker 1 of 2 has not come" in caplog.text
@@ -171,6 +173,7 @@ def test_load_finds_the_final_center_that_no_step_has(tmp_path, caplog):
     fs.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_another_number_of_workers(tmp_path, caplog):
   stopped = tiny.stopped_while(lambda: tiny_step(tmp_path) >= 4)
   with stopped, pytest.raises(SystemExit):
