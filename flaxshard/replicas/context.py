@@ -279,7 +279,7 @@ def reduce_over_replicas(
     op: `"sum"`, `"mean"` or `"max"`.
     tree: A tree of arrays, the values of this replica; for `"sum"` and `"mean"`
       also of `IndexedSlices`.
-    groups: rows.Groups of equal size to reduce within; None for all replicas.
+    groups: Groups of equal size to reduce within; None for all replicas.
 
   Returns:
     A tree of arrays of the same shapes and dtypes.
@@ -394,7 +394,7 @@ def mean_collection(tree: PyTree, groups: rows.Groups = None) -> PyTree:
 
   Args:
     tree: A tree of arrays, the values of this replica.
-    groups: rows.Groups of equal size; None for all replicas.
+    groups: Groups of equal size; None for all replicas.
   """
   firsts = [min(group) for group in groups or [[0]]]
 
