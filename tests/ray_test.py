@@ -37,7 +37,7 @@ def ray_train():
   ("changed", "error", "message"),
   [
     ({"workdir": "runs/digits"}, ValueError, "workdir .* absolute"),
-    ({"workdir": None}, TypeError, "workdir"),
+    ({"workdir": None}, TypeError, "NoneType"),
     ({"workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
     ({"config": {"batch_size": 0}}, ValueError, "config"),
     ({"config": _AGN, "workers": (1, 2)}, ValueError, r"workers=\(1, 2\)"),

@@ -196,8 +196,8 @@ def find(
       f"process_id={index} must be less than num_processes={count} ({source})."
     )
   if address is not None:
-    port = str(address).rpartition(":")[2]
-    if not (port.isascii() and port.isdigit()):
+    host, _, port = str(address).rpartition(":")
+    if not (host and port.isascii() and port.isdigit()):
       raise ValueError(
         "coordinator_address must be 'host:port' such as 'node1:1234' or "
         f"'[::1]:1234', got {address!r}."

@@ -65,8 +65,8 @@ def directory():
 @pytest.mark.parametrize(
   ("kwargs", "error", "message"),
   [
-    ({"directory": 3}, TypeError, "Worker: directory must be"),
-    ({"worker_id": 2}, ValueError, "worker_id must be .* at most 1, got 2"),
+    ({"directory": 3}, TypeError, "PathLike object, not int"),
+    ({"worker_id": 2}, ValueError, "worker_id must be at most 1, got 2"),
     ({"worker_id": -1}, ValueError, "Worker: worker_id must be"),
     ({"worker_id": 0.5}, TypeError, "Worker: worker_id must be"),
     ({"num_workers": 0}, ValueError, "Worker: num_workers must be"),

@@ -127,7 +127,7 @@ MISTAKES = [
     ValueError,
     ["directory", "file/below"],
   ),
-  (lambda runs: fs.Checkpointer(None), TypeError, ["directory", "None"]),
+  (lambda runs: fs.Checkpointer(None), TypeError, ["NoneType"]),
   (
     lambda runs: fs.Checkpointer(runs, plain_item="zzz"),
     ValueError,

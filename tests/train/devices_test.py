@@ -109,7 +109,7 @@ def test_batches_are_split_into_pieces(mesh, pieces, spec):
     ({}, "inputs", (1, 2, 4, 1), "1, got 8"),
     ({"logical_devices": 8}, "inputs", (2, 4), "dimension"),
     # 16 examples on two replicas: each splits 8.
-    ({"logical_devices": 3}, "inputs", (3, 1, 1, 1), "dimension 0"),
+    ({"logical_devices": 3}, "inputs", (3, 1, 1, 1), "evenly divide"),
     ({"axes": (("x", 8),)}, "inputs", (1, 2, 4, 1), "{'x': 8}"),
   ],
 )

@@ -29,7 +29,7 @@ def test_help_and_mistakes(tmp_path):
     ),
     "--local_processes=2 --process_id=1": ("--process_id",),
     "--num_processes=2": ("--process_id", "--coordinator_address"),
-    f"--workdir={file}": (str(file), "it is a file"),
+    f"--workdir={file}": (str(file), "cannot be written"),
   }
   with forked_programs.Programs() as programs:
 
