@@ -21,7 +21,6 @@ P = jax.sharding.PartitionSpec
 
 _THIS = "loop_parallel_factories"
 
-IMAGES = data.digits()
 SPATIAL = {"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}}
 # Megatron-LM (Shoeybi et al., 2019), as in configs/lm_text_tensor_parallel.py.
 TENSOR_PARALLEL = {
@@ -40,10 +39,11 @@ TENSOR_PARALLEL_AND_FSDP = {
 }
 
 
-def digits(*, inputs=IMAGES.train.inputs, labels=IMAGES.train.labels):
+def digits() -> data.Splits:
   """Returns digits; the 20 held-out ones are not a multiple of a batch."""
-  held_out = data.Arrays(IMAGES.eval.inputs[:20], IMAGES.eval.labels[:20])
-  return data.Splits(data.Arrays(inputs, labels), held_out, 10)
+  images = data.digits()
+  held_out = data.Arrays(images.eval.inputs[:20], images.eval.labels[:20])
+  return data.Splits(images.train, held_out, 10)
 
 
 def tokens() -> data.Splits:
@@ -57,9 +57,11 @@ def tokens() -> data.Splits:
 
 def infinite_example() -> data.Splits:
   """Returns 64 digits of which training example 3 is infinite."""
-  inputs = np.array(IMAGES.train.inputs[:64])
+  images = digits()
+  inputs = np.array(images.train.inputs[:64])
   inputs[3] = np.inf
-  return digits(inputs=inputs, labels=IMAGES.train.labels[:64])
+  train_source = data.Arrays(inputs, images.train.labels[:64])
+  return data.Splits(train_source, images.eval, 10)
 
 
 @pytest.fixture(scope="module", autouse=True)

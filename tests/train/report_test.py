@@ -4,8 +4,6 @@ import pathlib
 import struct
 import sys
 
-from matplotlib import figure
-from matplotlib import image
 import numpy as np
 import pytest
 import tiny
@@ -98,6 +96,9 @@ ROWS = [
 
 
 def test_each_metric_is_drawn(tmp_path, monkeypatch):
+  from matplotlib import figure
+  from matplotlib import image
+
   # Pyplot would choose a GUI backend and keep every figure.
   monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
   figures = []
