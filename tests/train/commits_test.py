@@ -141,6 +141,7 @@ def test_who_starts_after_the_end_takes_the_final_center(tmp_path, caplog):
   assert "nothing to train: step 8" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
   state = run(tmp_path, 1, num_workers=2, deadline=1.0)
   # Warnings are printed by all workers.
@@ -156,6 +157,7 @@ def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
   assert row["step"] == 8 and row["eval_accuracy"] > 0
 
 
+@pytest.mark.slow
 def test_load_finds_the_final_center_that_no_step_has(tmp_path, caplog):
   run(tmp_path, checkpoint_every_steps=4)
   final = fs.load(tmp_path)
@@ -193,6 +195,7 @@ def test_a_stopped_run_goes_on_with_another_number_of_workers(tmp_path, caplog):
   assert fs.load(tmp_path).step == 8
 
 
+@pytest.mark.slow
 def test_only_fields_that_matter_must_be_equal(tmp_path, caplog):
   run(tmp_path)
   for fields, words in (
