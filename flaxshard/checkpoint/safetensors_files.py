@@ -66,8 +66,11 @@ def open_leaves(file: Any) -> dict[Path, SavedLeaf]:
       tensors = {k: opened[name][k] for k, name in names.items()}
     else:
       tensors = _open_file(file)
-  except ImportError:
-    raise
+  except ImportError as e:
+    raise ImportError(
+      f"{file} needs the package {e.name}: "
+      "pip install 'flaxshard[safetensors]'."
+    ) from e
   except Exception as e:  # the package has an error of its own
     raise ValueError(f"{file} cannot be read: {e!r}.") from e
   by_path = {_path_of(name): tensor for name, tensor in tensors.items()}
