@@ -107,15 +107,29 @@ def find(
     PatternError: The pattern matches none of them.
   """
   found = [path for path in paths if re.search(pattern, path)]
-  if found:
-    return found
+  if not found:
+    raise no_match(where, pattern, tree, paths)
+  return found
+
+
+def no_match(
+  where: str, pattern: str, tree: str, paths: Sequence[str]
+) -> PatternError:
+  """Returns the error of a pattern, or of a path, that no parameter has.
+
+  Args:
+    where: The pattern and its place, such as `"freeze[0]='encoder'"`.
+    pattern: The pattern.
+    tree: Name of the tree.
+    paths: The paths of the tree.
+  """
   # A pattern is often a part of a path: `kernel` or `Dense_0`.
   names = {name: None for path in paths for name in path.split("/")}
   listed = ", ".join(paths[:_MAX_LISTED])
   more = ", …" if len(paths) > _MAX_LISTED else ""
   # Without the anchors, which no path has.
   hint = checks.did_you_mean(pattern.strip("^$/"), [*paths, *names])
-  raise PatternError(
+  return PatternError(
     f"{where} matches no parameter: the paths in {tree} are {listed}{more}."
     f"{hint}"
   )

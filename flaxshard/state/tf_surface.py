@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Sequence
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -68,8 +67,8 @@ def check_path(argument: str, path: Any, params: PyTree) -> str:
   """
   known = parameter_paths(params)
   if path not in known:
-    pattern = f"^{re.escape(str(path))}$"
-    patterns_lib.find(f"{argument}={path!r}", pattern, "params", known)
+    where = f"{argument}={path!r}"
+    raise patterns_lib.no_match(where, str(path), "params", known)
   return path
 
 

@@ -224,6 +224,13 @@ def test_parameters_of_different_optimizers():
   assert state.get_slot("w", "momentum") is None
 
 
+def test_the_path_of_a_slot_is_a_string():
+  state = create(params=[W, W], tx=optax.adam(0.1))
+  assert state.get_slot("0", "m").shape == W.shape
+  with pytest.raises(ValueError, match="parameter=0 matches no parameter"):
+    state.get_slot(0, "m")
+
+
 def test_slots_of_wrappers():
   state = create(
     tx=optax.sgd(RATE, momentum=0.9),
