@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import functools
 from typing import Any
@@ -29,22 +29,23 @@ from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
 
 
-def create_state(
+def plan_state(
   config: Any,
   strategy: Strategy,
   loaded: load.LoadedTask,
   tx: optax.GradientTransformation,
-  *,
-  abstract: bool = False,
-) -> TrainState:
-  """Creates the state of a config.
+) -> tuple[TrainState, Callable[[], TrainState]]:
+  """Traces the creation of the state of a config.
 
   Args:
     config: A checked config.
     strategy: The devices.
     loaded: The task, and the shapes of its data.
     tx: The optimizer of the config, without `config.sparse`.
-    abstract: Whether to return shapes, dtypes and shardings for the arrays.
+
+  Returns:
+    The state with a `jax.ShapeDtypeStruct` for every array, and a function that
+    creates it.
 
   Raises:
     ValueError, TypeError: The model, the rules and the wrappers do not fit each
@@ -63,50 +64,55 @@ def create_state(
     stack.check_replicas(tuple(wrappers), strategy.num_replicas_in_sync)
   except ValueError as e:
     raise ValueError(f"config.wrappers: {e}") from e
-  model = task.make_model(
-    config.model,
-    example=example,
-    num_classes=loaded.num_classes,
-    policy=Policy(config.precision),
-    seed=config.seed,
-  )
-  args, kwargs = task.abstract_inputs(
-    {
-      key: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
-      for key, x in example.items()
-    }
-  )
-  if isinstance(model, nn.Module):
-    # Models without a default mode are initialized as in evaluation.
-    mode = apply.mode_arguments(model.__call__, False, args, required=True)
-    kwargs = {**mode, **kwargs}
-  else:
-    # An NNX module is not called.
-    kwargs = {}
+  rules = rules_lib.from_config(config.mesh.rules)
+  factors = lora.LoRA(**config.lora) if config.lora.rank else None
 
-  create = functools.partial(
-    create_train_state,
-    model,
-    jax.random.key(config.seed),
-    args,
-    tx,
-    wrappers=wrappers,
-    strategy=strategy,
-    rules=rules_lib.from_config(config.mesh.rules),
-    lora=lora.LoRA(**config.lora) if config.lora.rank else None,
-    **kwargs,
-  )
-  with errors_name_field(
-    f"{describe_model(config, task)} cannot be initialized"
-  ):
-    state = create(abstract=True)
-    if sown := _sown_collections(state):
-      # Otherwise `init` puts the values that it sows in the state.
-      create = functools.partial(
-        create, mutable=DenyList(("intermediates", *sown))
+  def create(**options: Any) -> TrainState:
+    # Anew each time: the arrays of an NNX module would otherwise stay in memory
+    # during a restore and the whole run.
+    model = task.make_model(
+      config.model,
+      example=example,
+      num_classes=loaded.num_classes,
+      policy=Policy(config.precision),
+      seed=config.seed,
+    )
+    args, kwargs = task.abstract_inputs(
+      {
+        key: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+        for key, x in example.items()
+      }
+    )
+    if isinstance(model, nn.Module):
+      # Models without a default mode are initialized as in evaluation.
+      mode = apply.mode_arguments(model.__call__, False, args, required=True)
+      kwargs = {**mode, **kwargs}
+    else:
+      # An NNX module is not called.
+      kwargs = {}
+    with errors_name_field(
+      f"{describe_model(config, task)} cannot be initialized"
+    ):
+      return create_train_state(
+        model,
+        jax.random.key(config.seed),
+        args,
+        tx,
+        wrappers=wrappers,
+        strategy=strategy,
+        rules=rules,
+        lora=factors,
+        **{**kwargs, **options},
       )
-      state = create(abstract=True)
-  return state if abstract else create()
+
+  state = create(abstract=True)
+  if sown := _sown_collections(state):
+    # Otherwise `init` puts the values that it sows in the state.
+    create = functools.partial(
+      create, mutable=DenyList(("intermediates", *sown))
+    )
+    state = create(abstract=True)
+  return state, create
 
 
 def _sown_collections(state: TrainState) -> list[str]:

@@ -152,14 +152,16 @@ def load(
   values = registry.to_plain(_read_json(workdir, "config.json"))
   config = config_lib.check(values)
   shapes = _read_json(workdir, "data.json")
-  loaded, strategy, create = plan(config, shapes, task, strategy, rules)
+  loaded, strategy, (abstract_state, create) = plan(
+    config, shapes, task, strategy, rules
+  )
   directory = steps.directory_of_steps(workdir)
   chosen = _choose_step(config, workdir, step)
   list_steps = lambda: steps.find(directory)
   restore = lambda: choose.read_newest(
     directory,
     chosen,
-    lambda path: restoring.restore_step(path, create(abstract=True)),
+    lambda path: restoring.restore_step(path, abstract_state),
     list_steps,
   )
   if chosen is not None or ranks.store_agn(config) is None:
@@ -187,8 +189,10 @@ def plan(
   task: Any = None,
   strategy: Strategy | None = None,
   rules: Any = None,
-) -> tuple[tasks_load.LoadedTask, Strategy, Callable[..., TrainState]]:
-  """Prepares the creation of the state of a run, without its data.
+) -> tuple[
+  tasks_load.LoadedTask, Strategy, tuple[TrainState, Callable[[], TrainState]]
+]:
+  """Plans the state of a run, without its data.
 
   Args:
     config: The checked config of the run.
@@ -198,8 +202,7 @@ def plan(
     rules: As for `load`.
 
   Returns:
-    The task, the devices, and a function that creates the state on them, with
-    `abstract=True` its shapes.
+    The task, the devices, and what `creation.plan_state` returns for them.
   """
   known = same_run.shapes_from_json(shapes)
   loaded = tasks_load.load(config, task, known=known)
@@ -212,10 +215,8 @@ def plan(
     values["mesh"]["rules"] = rules
     config = config_lib.check(values)
   tx, _ = optimizer.create(config)
-  create = functools.partial(
-    creation_lib.create_state, config, strategy, loaded, tx
-  )
-  return loaded, strategy, create
+  planned = creation_lib.plan_state(config, strategy, loaded, tx)
+  return loaded, strategy, planned
 
 
 def _read_json(workdir: str, name: str) -> dict[str, Any]:

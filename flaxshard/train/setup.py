@@ -302,12 +302,7 @@ def plan_setup(
   specs = devices.batch_specs(config.mesh.split, batch_size, strategy, example)
   tx, schedule = optimizer.create(config)
 
-  # Created anew when it is needed: the arrays of an NNX module would otherwise
-  # stay in memory during a restore and the whole run.
-  create = functools.partial(
-    creation_lib.create_state, config, strategy, loaded, tx
-  )
-  state = create(abstract=True)
+  state, create = creation_lib.plan_state(config, strategy, loaded, tx)
 
   def create_state() -> TrainState:
     leaves = jax.tree.leaves(create())

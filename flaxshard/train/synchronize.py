@@ -66,5 +66,5 @@ def _abstract_state(facts: Mapping[str, Any]) -> TrainState:
     )
   # JSON has lists for the tuples of the config.
   config = config_lib.check(registry.to_plain(facts["config"]))
-  _, _, create = load.plan(config, facts["example"])
-  return create(abstract=True)
+  _, _, (state, _) = load.plan(config, facts["example"])
+  return state
