@@ -111,7 +111,7 @@ class Classification:
     return batch
 
 
-class LanguageModeling(Classification):
+class LanguageModeling:
   """Softmax cross-entropy of the logits of the next token.
 
   `Classification` whose `inputs` are the tokens that the model takes, and whose
@@ -120,10 +120,30 @@ class LanguageModeling(Classification):
   Args:
     num_classes: The size of the vocabulary. A config gives it the number of
       classes of the data.
+
+  Raises:
+    ValueError: `num_classes` is not positive.
   """
 
-  # The means of the metrics, without looking at the logits.
-  evaluate = None  # type: ignore[assignment]
+  metrics = Metrics
+
+  def __init__(self, num_classes: int | None = None):
+    self._of_tokens = Classification(num_classes)
+
+  def loss(
+    self,
+    apply_fn: Apply,
+    params: Any,
+    batch: task_lib.Batch,
+    rngs: Mapping[str, jax.Array],
+    train: bool,
+  ) -> tuple[jax.Array, task_lib.Aux]:
+    """Returns the mean cross-entropy of the tokens."""
+    return self._of_tokens.loss(apply_fn, params, batch, rngs, train)
+
+  def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
+    """Stacks examples, and checks their labels."""
+    return self._of_tokens.collate(examples)
 
 
 def _compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
