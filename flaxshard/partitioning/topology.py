@@ -265,8 +265,7 @@ class Topology:
       TypeError: They are not integers.
     """
     task, _ = self._task_and_device(device_coordinates)
-    prefix = "" if job is None else f"/job:{job}"
-    return f"{prefix}/task:{task}/device:CPU:0"
+    return f"{_job_prefix(job)}/task:{task}/device:CPU:0"
 
   def tpu_device_name_at_coordinates(
     self, device_coordinates: npt.ArrayLike, job: str | None = None
@@ -282,8 +281,7 @@ class Topology:
       TypeError: They are not integers.
     """
     task, device = self._task_and_device(device_coordinates)
-    prefix = "" if job is None else f"/job:{job}"
-    return f"{prefix}/task:{task}/device:TPU:{device}"
+    return f"{_job_prefix(job)}/task:{task}/device:TPU:{device}"
 
   def device_at(self, device_coordinates: npt.ArrayLike) -> jax.Device:
     """Returns the JAX device at coordinates.
@@ -309,6 +307,10 @@ class Topology:
       f"Topology(mesh_shape={self.mesh_shape}, num_tasks={self.num_tasks}, "
       f"num_tpus_per_task={self.num_tpus_per_task}{slices})"
     )
+
+
+def _job_prefix(job: str | None) -> str:
+  return "" if job is None else f"/job:{job}"
 
 
 def slice_index(device: Any) -> int:

@@ -1,4 +1,4 @@
-"""What the processes, the workers and the earlier run of a workdir share.
+"""Compares a run with its other processes and workers, and its earlier part.
 
 Processes that disagree would wait for each other for ever, or train on with
 parameters that differ. `config.json` and `data.json` say with which config and
