@@ -214,6 +214,7 @@ with fs.Checkpointer(path) as checkpointer:
   assert metadata["mesh"] == {"replica": 4}
   for step in (1, 2, 3):
     assert digests.verify(path / str(step))
+  multihost_utils.sync_global_devices("verified")
 
   # Damage a file of each of the two later steps; any process may find it.
   if rank == 0:
