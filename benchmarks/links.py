@@ -131,6 +131,7 @@ METHODS: dict[str, Method] = {
   "store, int8": _local_sgd(commit_dtype="int8"),
   "store, 4 fragments": _local_sgd(fragments=4),
   "store, delay 5": _local_sgd(delay=5),
+  "store, delay 5, blend": _local_sgd(delay=5, blend=0.5),
   "store, delay 5, int8": _local_sgd(delay=5, commit_dtype="int8"),
   "store, no synchronizer": _local_sgd(False),
   "store, no synchronizer, int8": dataclasses.replace(
