@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import copy
 import functools
 import itertools
 from typing import Any, TYPE_CHECKING
@@ -195,14 +193,12 @@ class StreamIterator:
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position."""
-    source: Any = self._source
-    state = None
-    if iterators.has_position(source):
-      state = _encode(source.get_state())
+    state = iterators.copy_state(self._source)
     return {
       "examples": self._total,
       "in_epoch": self._in_epoch,
-      "source": state,
+      # A value for JSON.
+      "source": state.decode("latin-1") if isinstance(state, bytes) else state,
     }
 
   def set_state(self, state: Mapping[str, Any]) -> None:
@@ -211,12 +207,14 @@ class StreamIterator:
     Raises:
       ValueError: The stream is shorter than when the position was saved.
     """
-    self._source = iter(self._splits.train)
+    source: Any = iter(self._splits.train)
+    self._source = source
     self._total, self._in_epoch = state["examples"], state["in_epoch"]
-    if state["source"] is not None:
-      self._source.set_state(_decode(state["source"]))  # type: ignore[attr-defined]
+    if (position := state["source"]) is not None:
+      is_bytes = isinstance(source.get_state(), bytes)
+      source.set_state(position.encode("latin-1") if is_bytes else position)
       return
-    skipped = sum(1 for _ in itertools.islice(self._source, self._in_epoch))
+    skipped = sum(1 for _ in itertools.islice(source, self._in_epoch))
     if skipped < self._in_epoch:
       raise ValueError(
         f"config.data: the stream of training examples has {skipped} examples, "
@@ -243,9 +241,7 @@ class StreamIterator:
 
 def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
   checks.integer("batch_size", batch_size, minimum=1)
-  if rows is None:
-    return range(batch_size)
-  rows = [int(row) for row in rows]
+  rows = [int(row) for row in (range(batch_size) if rows is None else rows)]
   if not rows or rows != sorted({*rows} & {*range(batch_size)}):
     raise ValueError(
       f"rows must be row numbers of a batch of {batch_size} in ascending "
@@ -271,17 +267,3 @@ def _read_batches(
   # Grain's default would buffer 500 batches.
   options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
   return batches.to_iter_dataset(options)
-
-
-def _encode(state: Any) -> Any:
-  """Returns the state of an iterator as a value for JSON."""
-  if isinstance(state, bytes):
-    return {"base64": base64.b64encode(state).decode()}
-  # The iterator may change it while batches are read ahead.
-  return {"json": copy.deepcopy(state)}
-
-
-def _decode(state: Mapping[str, Any]) -> Any:
-  if "base64" in state:
-    return base64.b64decode(state["base64"])
-  return state["json"]

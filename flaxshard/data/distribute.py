@@ -139,6 +139,9 @@ class DistributedDataset:
     iterable: The batches: a list, a generator, a Grain dataset or iterator.
       NumPy arrays are copied before the next batch is read.
     prefetch: Number of batches to read and transfer ahead; 0 for no thread.
+    joined: The number of batches that one batch on the mesh takes, for
+      `distribute_datasets_from_function`.
+    **options: How batches are padded and split; the following names.
     batch_size: Number of examples in a global batch.
     mask: The key of the mask, for batches that are dicts. With None, and for
       other batches, there is no mask, and a batch that needs padding is an
@@ -151,8 +154,6 @@ class DistributedDataset:
     spec: A `PartitionSpec` for every leaf, or a nested dict of them by path,
       where leaves that are not named get `P("replica")`. `P("replica", "m0")`
       splits images over a logical axis too.
-    joined: The number of batches that one batch on the mesh takes, for
-      `distribute_datasets_from_function`.
 
   Raises:
     ValueError: An argument is invalid or does not fit the mesh. Iterating
@@ -182,13 +183,8 @@ class DistributedDataset:
     iterable: Iterable[PyTree],
     *,
     prefetch: int = 2,
-    batch_size: int | None = None,
-    mask: str | None = "mask",
-    drop_remainder: bool = False,
-    bucket: str | None = None,
-    bucket_dims: Any = None,
-    spec: PyTree = sharding.OVER_REPLICAS,
     joined: int = 1,
+    **options: Any,
   ):
     # A class with __getitem__ alone can be iterated over, but is no Iterable.
     iterates = isinstance(iterable, Iterable) or hasattr(
@@ -203,16 +199,7 @@ class DistributedDataset:
     self._iterable = iterable
     self._prefetch = checks.integer("prefetch", prefetch, minimum=0)
     self._joined = joined
-    self._create_padder = functools.partial(
-      padding.Padder,
-      mesh,
-      batch_size=batch_size,
-      mask=mask,
-      drop_remainder=drop_remainder,
-      bucket=bucket,
-      bucket_dims=bucket_dims,
-      spec=spec,
-    )
+    self._create_padder = functools.partial(padding.Padder, mesh, **options)
     self._create_padder()  # checks the options
     self._single_iterator: DistributedIterator | None = None
 

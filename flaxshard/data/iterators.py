@@ -65,7 +65,7 @@ class DistributedIterator:
     # A partial without `self`: the thread must not keep the iterator alive.
     self._read = functools.partial(_read_batch, source, padder, joined)
     self._prefetch_size = prefetch
-    self._state = _copy_state(source)
+    self._state = copy_state(source)
     self._prefetch: _Prefetch | None = None
     self._finalizer: weakref.finalize | None = None
     self._ended = False
@@ -110,7 +110,11 @@ class DistributedIterator:
     Raises:
       TypeError: The source has no `get_state` and `set_state`.
     """
-    self._check_position()
+    if not has_position(self._source):
+      raise TypeError(
+        f"the source, a {type(self._source).__name__}, has no get_state and "
+        "set_state; the iterator of a Grain dataset has them."
+      )
     return self._state
 
   def set_state(self, state: Any) -> None:
@@ -118,16 +122,12 @@ class DistributedIterator:
 
     Args:
       state: A state of an iterator over the same source.
-
-    Raises:
-      TypeError: The source has no `get_state` and `set_state`.
     """
-    self._check_position()
     # The thread may be in the middle of a read of the source.
     self._stop_prefetch(timeout=None)
     source: Any = self._source
     source.set_state(state)
-    self._state = _copy_state(source)
+    self._state = copy_state(source)
     self._ended = False
 
   def skip(self, count: int) -> None:
@@ -181,13 +181,6 @@ class DistributedIterator:
       self._prefetch.join(timeout)
     self._prefetch = self._finalizer = None
 
-  def _check_position(self) -> None:
-    if not has_position(self._source):
-      raise TypeError(
-        f"the source, a {type(self._source).__name__}, has no get_state and "
-        "set_state; the iterator of a Grain dataset has them."
-      )
-
 
 def _read_batch(
   source: Iterator[PyTree], padder: padding.Padder, joined: int
@@ -204,7 +197,7 @@ def _read_batch(
         raise StopIteration
       batch = padder(_join(batches))
       if batch is not None:
-        return _Item(batch, _copy_state(source))
+        return _Item(batch, copy_state(source))
   except BaseException as error:
     # SystemExit too: it is raised again in the thread that calls `next`.
     return _Item(error=error)
@@ -219,7 +212,7 @@ def _join(batches: list[PyTree]) -> PyTree:
   return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
 
 
-def _copy_state(source: Any) -> Any:
+def copy_state(source: Any) -> Any:
   """Returns a copy of the position of a source; None if it has none."""
   # Some sources return the object that they count in.
   return copy.deepcopy(source.get_state()) if has_position(source) else None

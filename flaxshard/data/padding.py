@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -30,74 +31,69 @@ class _Leaf(NamedTuple):
   dtype: np.dtype
 
 
+@dataclasses.dataclass(eq=False)
 class Padder:
   """Pads the batches of one iterator and puts them on a mesh.
 
   All batches must have the structure, dtypes and shapes of the first one, but
   for the number of rows and the dimensions that vary.
 
-  Args:
+  Attributes:
     mesh: The mesh.
-    batch_size, mask, drop_remainder, bucket, bucket_dims, spec: See
-      `flaxshard.data.distribute.DistributedDataset`.
+    batch_size: See `flaxshard.data.distribute.DistributedDataset`, as for the
+      following ones.
+    mask: None for batches that are no dicts.
+    drop_remainder: See there.
+    bucket: See there.
+    bucket_dims: See there.
+    spec: See there.
 
   Raises:
     ValueError: An option is invalid or does not fit the mesh.
   """
 
-  # Those of the first batch: shapes by path, shardings by path, the rows of a
-  # full batch of this process, and by dimension that is padded the number that
-  # its size is a multiple of.
-  _leaves: dict[str, _Leaf]
-  _shardings: dict[str, jax.sharding.NamedSharding]
-  _rows: int
-  _multiples: dict[int, int]
+  mesh: jax.sharding.Mesh
+  _: dataclasses.KW_ONLY
+  batch_size: int | None = None
+  mask: str | None = "mask"
+  drop_remainder: bool = False
+  bucket: str | None = None
+  bucket_dims: Any = None
+  spec: PyTree = sharding.OVER_REPLICAS
 
-  def __init__(
-    self,
-    mesh: jax.sharding.Mesh,
-    *,
-    batch_size: int | None = None,
-    mask: str | None = "mask",
-    drop_remainder: bool = False,
-    bucket: str | None = None,
-    bucket_dims: Any = None,
-    spec: PyTree = sharding.OVER_REPLICAS,
-  ):
-    count = len(sharding.pipelines(mesh))
-    if batch_size is not None:
+  def __post_init__(self) -> None:
+    self._count = len(sharding.pipelines(self.mesh))
+    if self.batch_size is not None:
       # Every pipeline passes the same number of rows.
-      checks.integer("batch_size", batch_size, minimum=1)
-      if batch_size % count:
+      checks.integer("batch_size", self.batch_size, minimum=1)
+      if self.batch_size % self._count:
         raise ValueError(
-          f"batch_size={batch_size}, of the global batch, must be a multiple "
-          f"of the {count} input pipelines."
+          f"batch_size={self.batch_size}, of the global batch, must be a "
+          f"multiple of the {self._count} input pipelines."
         )
-    checks.one_of("bucket", bucket, (None, "power_of_two"))
-    if bucket is not None and mask is None:
+    checks.one_of("bucket", self.bucket, (None, "power_of_two"))
+    if self.bucket is not None and self.mask is None:
       raise ValueError(
-        f"bucket={bucket!r} pads batches, which needs a mask, got mask=None."
+        f"bucket={self.bucket!r} pads batches, which needs a mask, got "
+        "mask=None."
       )
-    if bucket is None and bucket_dims is not None:
+    if self.bucket is None and self.bucket_dims is not None:
       raise ValueError(
-        f"bucket_dims={bucket_dims!r} needs bucket='power_of_two'."
+        f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
       )
-    if bucket is not None and bucket_dims is None:
-      bucket_dims = (1,)
-    self._mesh = mesh
-    self._count = count
-    self._batch_size = batch_size
-    self._mask = mask
-    self._drop_remainder = drop_remainder
-    self._bucket = bucket
+    if self.bucket is not None and self.bucket_dims is None:
+      self.bucket_dims = (1,)
     # The dimensions that vary, by path.
-    self._varying = {} if bucket is None else sharding.by_path(bucket_dims)
-    for path, dims in self._varying.items():
-      for dim in dims:  # dimension 0 is the batch
-        where = f"bucket_dims={dims!r} for {path}: a dimension"
-        checks.integer(where, dim, minimum=1)
-    self._spec = spec
-    self._leaves = {}
+    self._varying = (
+      {} if self.bucket is None else sharding.by_path(self.bucket_dims)
+    )
+    # Those of the first batch: shapes by path, shardings by path, the rows of a
+    # full batch of this process, and by dimension that is padded the number
+    # that its size is a multiple of.
+    self._leaves: dict[str, _Leaf] = {}
+    self._shardings: dict[str, jax.sharding.NamedSharding] = {}
+    self._rows = 0
+    self._multiples: dict[int, int] = {}
 
   def __call__(self, batch: PyTree) -> PyTree | None:
     """Pads a host batch and puts it on the mesh.
@@ -117,7 +113,7 @@ class Padder:
     if not self._leaves:
       self._start(flat, isinstance(batch, Mapping))
     sizes = self._check(flat)
-    if self._drop_remainder and flat.rows < self._rows:
+    if self.drop_remainder and flat.rows < self._rows:
       return None
     padded = {
       dim: _round_to_bucket(size, self._multiples[dim])
@@ -132,7 +128,7 @@ class Padder:
         for dim, size in enumerate(self._leaves[path].shape)
       )
       arrays[path] = host_batch.pad(path, x, shape)
-    key = self._mask
+    key = self.mask
     # Also without padding: another structure would compile the step again.
     if key is not None:
       mask = np.zeros(tuple(padded.values()), bool)
@@ -140,7 +136,7 @@ class Padder:
       if key in arrays:
         mask = _combine_masks(key, np.asarray(arrays[key]), mask)
       arrays[key] = mask
-    out = sharding.put(self._mesh, arrays, self._shardings)
+    out = sharding.put(self.mesh, arrays, self._shardings)
     batch = jax.tree.unflatten(flat.tree, [out[p] for p in self._leaves])
     if key is None or key in self._leaves:
       return batch
@@ -153,67 +149,55 @@ class Padder:
       ValueError: The options do not fit the batch.
     """
     if not is_dict:
-      if self._bucket is not None:
+      if self.bucket is not None:
         raise ValueError(
-          f"bucket={self._bucket!r} adds a mask, so batches must be dicts, got "
+          f"bucket={self.bucket!r} adds a mask, so batches must be dicts, got "
           f"{first.tree}."
         )
-      self._mask = None
+      self.mask = None
     sharding.check_paths("bucket_dims", self._varying, first.arrays)
     rows = first.rows
-    if self._batch_size is not None:
-      rows = int(self._batch_size) // self._count
+    if self.batch_size is not None:
+      rows = int(self.batch_size) // self._count
     leaves = self._describe(first)
-    # Without a mask there is no padding, and `spec` must divide the rows.
-    size = rows * self._count if self._mask is None else _BATCH
-    shapes = {path: (size, *leaf.shape[1:]) for path, leaf in leaves.items()}
-    specs, parts = self._find_specs(shapes)
+    table = sharding.by_path(self.spec)
+    sharding.check_paths("spec", table, leaves)
+    specs: dict[str, P] = {}
     multiples: dict[int, int] = {}
-    for path, leaf in leaves.items():
-      for dim, length in enumerate(leaf.shape):
-        if isinstance(length, str):
-          # One padded size for all leaves: every sharding has to divide it.
-          multiples[dim] = math.lcm(multiples.get(dim, 1), parts[path][dim])
-    # Each process pads its rows to its share of the multiple: together the rows
-    # of all pipelines reach the multiple.
-    multiples[0] //= math.gcd(multiples[0], self._count)
-    if self._mask is not None and self._mask not in specs:
-      # Its rows are split as those of the leaf with the most parts.
-      most = max(parts, key=lambda path: parts[path][0])
-      specs[self._mask] = P(*specs[most][:1])
-    self._shardings = {
-      path: jax.sharding.NamedSharding(self._mesh, spec)
-      for path, spec in specs.items()
-    }
-    self._rows, self._multiples, self._leaves = rows, multiples, leaves
-
-  def _find_specs(
-    self, shapes: Mapping[str, tuple[int | str, ...]]
-  ) -> tuple[dict[str, P], dict[str, tuple[int, ...]]]:
-    """Returns the spec of each leaf, and the parts of each of its dimensions.
-
-    Raises:
-      TypeError: An entry of `spec` is not a `PartitionSpec`.
-      ValueError: A spec does not fit the mesh or the batch.
-    """
-    table = sharding.by_path(self._spec)
-    sharding.check_paths("spec", table, shapes)
-    specs, parts = {}, {}
-    for path, shape in shapes.items():
+    mask_spec, most = P(), 0
+    for path, (shape, _) in leaves.items():
       spec = sharding.lookup(table, path, sharding.OVER_REPLICAS)
       where = f"spec for batch[{path}]"
-      # What is padded later will be divisible.
-      sizes = tuple(0 if isinstance(n, str) else n for n in shape)
-      specs_lib.check(where, spec, sizes, self._mesh)
+      # What is padded later will be divisible. Without a mask there is no
+      # padding, and `spec` must divide the rows.
+      sizes = [0 if isinstance(n, str) else n for n in shape]
+      sizes[0] = rows * self._count if self.mask is None else 0
+      specs_lib.check(where, spec, tuple(sizes), self.mesh)
       dims = specs_lib.dims_of(spec, len(shape))
       if self._count > 1 and specs_lib.REPLICA not in dims[0]:
         raise ValueError(
           f"{where}: {spec} must split its leading dimension over 'replica': "
           "each process has some of the rows."
         )
+      parts = specs_lib.parts(spec, len(shape), self.mesh.shape)
+      for dim, size in enumerate(shape):
+        if isinstance(size, str):
+          # One padded size for all leaves: every sharding has to divide it.
+          multiples[dim] = math.lcm(multiples.get(dim, 1), parts[dim])
       specs[path] = spec
-      parts[path] = specs_lib.parts(spec, len(shape), self._mesh.shape)
-    return specs, parts
+      if parts[0] > most:
+        mask_spec, most = P(*spec[:1]), parts[0]
+    if self.mask is not None:
+      # Its rows are split as those of the leaf with the most parts.
+      specs.setdefault(self.mask, mask_spec)
+    # Each process pads its rows to its share of the multiple: together the rows
+    # of all pipelines reach the multiple.
+    multiples[0] //= math.gcd(multiples[0], self._count)
+    self._shardings = {
+      path: jax.sharding.NamedSharding(self.mesh, spec)
+      for path, spec in specs.items()
+    }
+    self._rows, self._multiples, self._leaves = rows, multiples, leaves
 
   def _describe(self, batch: host_batch.HostBatch) -> dict[str, _Leaf]:
     """Returns what all batches must share, by path."""
@@ -242,21 +226,17 @@ class Padder:
         f"a batch differs from the first one in {difference}. Dimensions vary "
         "with bucket='power_of_two' and bucket_dims."
       )
-    sizes = {}
-    for dim in sorted(self._multiples):
-      by_path = {
-        f"batch[{path}]": batch.arrays[path].shape[dim]
-        for path, (shape, _) in self._leaves.items()
-        if shape[dim : dim + 1] in ((_BATCH,), (_VARYING,))
-      }
-      if len(set(by_path.values())) > 1:
-        raise ValueError(
-          f"the sizes in dimension {dim} differ, but there is one mask for "
-          f"all: {by_path}; bucket_dims as a dict by path names the leaves "
-          "that vary."
-        )
-      sizes[dim] = next(iter(by_path.values()))
-    return sizes
+    sizes: dict[int, int] = {}
+    for path, x in batch.arrays.items():
+      for dim, name in enumerate(self._leaves[path].shape):
+        size = x.shape[dim]
+        if isinstance(name, str) and sizes.setdefault(dim, size) != size:
+          raise ValueError(
+            f"batch[{path}] has {size} elements in dimension {dim}, another "
+            f"leaf {sizes[dim]}, and there is one mask for all: bucket_dims as "
+            "a dict by path names the leaves that vary."
+          )
+    return dict(sorted(sizes.items()))
 
   def _padded_rows(self, rows: int) -> int:
     """Returns the number of rows that a batch of this process is padded to."""
@@ -270,14 +250,14 @@ class Padder:
     multiple = self._multiples[0]
     padded = -(-self._rows // multiple) * multiple
     if rows > padded:
-      if self._bucket is None:
+      if self.bucket is None:
         raise ValueError(
           f"a batch has {rows} examples, but the first one or batch_size has "
           f"{self._rows}: give the largest number as batch_size, or "
           "bucket='power_of_two'."
         )
       padded = _round_to_bucket(rows, multiple)
-    if rows != padded and self._mask is None:
+    if rows != padded and self.mask is None:
       raise ValueError(
         f"a batch has {rows} examples and would be padded to {padded}, but has "
         "no mask to mark the padding: use dicts and a mask; or batches of "
