@@ -36,7 +36,7 @@ _NAMES = {"fs": flaxshard, "jax": jax, "jnp": jnp, "optax": optax}
 
 # Examples that train or compile for more than a second.
 _SLOW = {
-  "flaxshard.data.builtin",
+  "flaxshard.data.factories",
   "flaxshard.models.cnn",
   "flaxshard.models.resnet",
   "flaxshard.models.transformer",

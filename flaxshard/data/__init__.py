@@ -2,10 +2,10 @@
 
 from flaxshard.data.batching import eval_batches
 from flaxshard.data.batching import train_iterator
-from flaxshard.data.builtin import digits
-from flaxshard.data.builtin import text
+from flaxshard.data.factories import digits
 from flaxshard.data.factories import load
 from flaxshard.data.factories import shapes_from
+from flaxshard.data.factories import text
 from flaxshard.data.sources import Arrays
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import Shapes

@@ -7,13 +7,15 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
+from flaxshard.data import host_batch
 from flaxshard.data import sources
 from flaxshard.data.sources import Example
+from flaxshard.data.sources import Shapes
+from flaxshard.data.sources import Splits
 
 Collate = Callable[[Sequence[Any]], Mapping[str, Any]]
 # Shape and dtype of each array of an example, by key.
@@ -71,20 +73,20 @@ def check_batch(where: str, batch: Any, rows: int) -> Example:
       "batch; rename it."
     )
   arrays = {key: np.asarray(value) for key, value in batch.items()}
-  for key, value in arrays.items():
-    # JAX has no arrays of strings or objects. jnp knows bfloat16 as a number.
-    if not jnp.issubdtype(value.dtype, np.number) and value.dtype != np.bool_:
-      raise ValueError(f"{where}: {key} must be numeric, got {value.dtype}.")
-    if value.shape[:1] != (rows,):
-      raise ValueError(
-        f"{where}: collate must return arrays with a row for each of the "
-        f"{rows} examples; {key} has the shape {value.shape}."
-      )
+  try:
+    flat = host_batch.flatten(arrays)
+  except ValueError as e:
+    raise ValueError(f"{where}: {e}") from e
+  if flat.rows != rows:
+    raise ValueError(
+      f"{where}: collate must return arrays with a row for each of the {rows} "
+      f"examples, got {checks.describe(next(iter(arrays.values())))}."
+    )
   return arrays
 
 
-def check_splits(
-  where: str, splits: sources.Splits, collate: Collate | None = None
+def check(
+  where: str, data: Splits | Shapes, collate: Collate | None = None
 ) -> ExampleShapes:
   """Checks the first example of each split.
 
@@ -93,7 +95,7 @@ def check_splits(
 
   Args:
     where: Name of the data, for error messages.
-    splits: The splits.
+    data: The splits, or the shapes of their examples.
     collate: Makes a batch of examples; None stacks their arrays.
 
   Returns:
@@ -103,11 +105,14 @@ def check_splits(
     ValueError: A split is empty, or its first example is not valid.
     TypeError: A split is neither a sequence nor, for training, an iterable.
   """
-  if splits.num_classes is not None:
-    checks.integer(f"{where}: num_classes", splits.num_classes, minimum=1)
-  train = _example_shapes(where, splits, "train", collate)
-  if splits.eval is not None:
-    evaluation = _example_shapes(where, splits, "eval", collate)
+  if isinstance(data, Shapes):
+    zeros = {k: np.zeros(x.shape, x.dtype) for k, x in data.example.items()}
+    return _shapes_of(where, zeros, collate)
+  if data.num_classes is not None:
+    checks.integer(f"{where}: num_classes", data.num_classes, minimum=1)
+  train = _example_shapes(where, data, "train", collate)
+  if data.eval is not None:
+    evaluation = _example_shapes(where, data, "eval", collate)
     if difference := trees.first_difference(evaluation, train):
       raise ValueError(
         f"{where}: examples of eval must have the keys, shapes and dtypes of "
@@ -117,7 +122,7 @@ def check_splits(
 
 
 def _example_shapes(
-  where: str, splits: sources.Splits, split: str, collate: Collate | None
+  where: str, splits: Splits, split: str, collate: Collate | None
 ) -> ExampleShapes:
   """Returns the shapes of the first example of a split after `collate`."""
   source = getattr(splits, split)
@@ -132,20 +137,6 @@ def _example_shapes(
   if split == "train" and splits.augment is not None:
     example = splits.augment(example, np.random.default_rng(0))
   return _shapes_of(f"{where}: {split}[0]", example, collate)
-
-
-def collate_shapes(
-  where: str, example: ExampleShapes, collate: Collate | None
-) -> ExampleShapes:
-  """Returns the shapes of an example after `collate`.
-
-  Args:
-    where: Name of the data, for error messages.
-    example: Shapes of an example by key.
-    collate: Makes a batch of examples; None stacks their arrays.
-  """
-  zeros = {key: np.zeros(x.shape, x.dtype) for key, x in example.items()}
-  return _shapes_of(where, zeros, collate)
 
 
 def _check_stream(where: str, source: Any, allowed: bool) -> None:

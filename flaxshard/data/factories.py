@@ -1,4 +1,4 @@
-"""The factories of data that `config.data` names.
+"""The factories of data that `config.data` names, and the built-in ones.
 
 A factory returns `Splits`. The built-in factories are `"digits"`, `"text"` and
 `"imagenet"`, whose examples have `inputs` and integer `labels`. A custom one is
@@ -14,24 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import functools
 import inspect
+import pathlib
+import sysconfig
 from typing import Any, TypeVar
 
+import jax
+import numpy as np
+
+from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.data import examples
+from flaxshard.data.sources import Arrays
 from flaxshard.data.sources import Shapes
 from flaxshard.data.sources import Splits
+from flaxshard.data.sources import Windows
 
 _F = TypeVar("_F", bound=Callable[..., Splits])
 
 # The attribute of a factory that `shapes_from` sets.
 _SHAPES = "flaxshard_shapes"
-
-# Names of modules, so that a factory's dependencies are imported on use only.
-FACTORIES = {
-  "digits": "flaxshard.data.builtin:digits",
-  "text": "flaxshard.data.builtin:text",
-  "imagenet": "flaxshard.examples.imagenet:imagenet",
-}
 
 
 def load(config: Mapping[str, Any]) -> Splits:
@@ -56,7 +57,7 @@ def load(config: Mapping[str, Any]) -> Splits:
     (1437, 360, 10)
   """
   splits = call_factory(config)
-  examples.check_splits(f"config.data ({config['name']!r})", splits)
+  examples.check(f"config.data ({config['name']!r})", splits)
   return splits
 
 
@@ -126,17 +127,129 @@ def call_factory_for_shapes(config: Mapping[str, Any]) -> Shapes | Splits:
   Args:
     config: `config.data`, a checked dict; see `load`.
   """
-  arguments = dict(config)
-  name = arguments.pop("name")
-  factory = registry.lookup("config.data.name", name, FACTORIES)
+  where, factory, arguments = registry.find("config.data", config, FACTORIES)
   get_shapes = getattr(factory, _SHAPES, None)
   if get_shapes is None:
     return call_factory(config)
-  where = f"config.data ({name!r})"
-  shapes = registry.construct(where, get_shapes, arguments)
-  if not isinstance(shapes, Shapes):
-    raise TypeError(
-      f"{where}: the function given to shapes_from must return Shapes, got "
-      f"{shapes!r}."
-    )
+  shapes: Shapes = registry.construct(where, get_shapes, arguments)
   return shapes
+
+
+def _digits_shapes() -> Shapes:
+  example = {
+    "inputs": jax.ShapeDtypeStruct((8, 8, 1), np.float32),
+    "labels": jax.ShapeDtypeStruct((), np.int32),
+  }
+  return Shapes(example, num_classes=10)
+
+
+@shapes_from(_digits_shapes)
+def digits() -> Splits:
+  """Loads scikit-learn's 1,797 images of handwritten digits.
+
+  Every fifth image is an evaluation example. Inputs are float32 `[8, 8, 1]` in
+  [0, 1], labels int32 scalars in [0, 10).
+
+  Returns:
+    The splits: 1,437 training and 360 evaluation examples.
+
+  Raises:
+    ImportError: scikit-learn is not installed.
+
+  Example:
+    >>> digits().train[0]["inputs"].shape
+    (8, 8, 1)
+  """
+  try:
+    from sklearn import datasets
+  except ImportError as e:
+    raise ImportError(
+      "config.data 'digits' needs scikit-learn: pip install 'flaxshard[train]'"
+    ) from e
+  images, labels = datasets.load_digits(return_X_y=True)
+  # Pixels are whole numbers from 0 to 16.
+  inputs = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
+  labels = labels.astype(np.int32)
+  is_eval = np.arange(len(labels)) % 5 == 0
+  return Splits(
+    train=Arrays(inputs[~is_eval], labels[~is_eval]),
+    eval=Arrays(inputs[is_eval], labels[is_eval]),
+    num_classes=10,
+  )
+
+
+def _text_shapes(length: int, eval_every: int, **others: Any) -> Shapes:
+  del others  # which files are read
+  length, _ = _check_text(length, eval_every)
+  tokens = jax.ShapeDtypeStruct((length,), np.int32)
+  return Shapes({"inputs": tokens, "labels": tokens}, num_classes=256)
+
+
+def _check_text(length: int, eval_every: int) -> tuple[int, int]:
+  return (
+    checks.integer("length", length, minimum=1),
+    checks.integer("eval_every", eval_every, minimum=2),
+  )
+
+
+@shapes_from(_text_shapes)
+def text(
+  path: str = "", suffix: str = ".py", length: int = 128, eval_every: int = 20
+) -> Splits:
+  """Loads text files as windows of bytes, for a byte-level language model.
+
+  Inputs and labels are int32 `[length]`; a label is the byte after its input.
+
+  Args:
+    path: A folder, searched recursively. `""` is the standard library of the
+      running Python, without installed packages.
+    suffix: The ending of the names of the files to load.
+    length: Number of bytes in a window.
+    eval_every: Every n-th file, sorted by path, is evaluation data.
+
+  Returns:
+    The splits.
+
+  Raises:
+    ValueError: `path` is not a folder, or a split is smaller than one window;
+      `length` or `eval_every` is out of range.
+
+  Example:
+    >>> splits = text(length=16)
+    >>> splits.train[0]["inputs"].shape, splits.num_classes
+    ((16,), 256)
+  """
+  length, eval_every = _check_text(length, eval_every)
+  root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
+  if not root.is_dir():
+    raise ValueError(f"path={path!r} is not a folder.")
+  # Installed packages are in a subfolder of the standard library.
+  excluded = {"site-packages", "dist-packages", "__pycache__"}
+  files = sorted(
+    file
+    for file in root.rglob(f"*{suffix}")
+    if file.is_file()
+    and (path or not excluded & set(file.relative_to(root).parts))
+  )
+  # Whole files, so that no window of evaluation data is near a training window.
+  eval_files = files[eval_every - 1 :: eval_every]
+  train_files = [f for i, f in enumerate(files, 1) if i % eval_every]
+  windows = {}
+  for split, chosen in (("train", train_files), ("eval", eval_files)):
+    joined = b"\0".join(file.read_bytes() for file in chosen)
+    if len(joined) <= length:
+      raise ValueError(
+        f"path={str(root)!r} has {len(files)} files with the "
+        f"suffix {suffix!r}: the {split} split has {len(joined)} bytes, but "
+        f"needs at least {length + 1}."
+      )
+    windows[split] = Windows(np.frombuffer(joined, np.uint8), length)
+  return Splits(windows["train"], windows["eval"], num_classes=256)
+
+
+FACTORIES: dict[str, Any] = {
+  "digits": digits,
+  "text": text,
+  # Imported on use only: it needs other packages.
+  "imagenet": "flaxshard.examples.imagenet:imagenet",
+}
