@@ -433,7 +433,9 @@ def load(steps: int) -> tuple[list[Any], Any, Any]:
   # Evenly over all of them.
   chosen = np.linspace(0, len(held_out) - 1, _EVAL_EXAMPLES).astype(int)
   model = models.create(
-    config.model, num_classes=loaded.num_classes, policy=Policy("float32")
+    config.model,
+    num_classes=loaded.shapes.num_classes,
+    policy=Policy("float32"),
   )
   return batches, collate([held_out[int(i)] for i in chosen]), model
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 import importlib
 import inspect
 import types
 from typing import Any
 
 import ml_collections
+import numpy as np
 
 from flaxshard.core import checks
 
@@ -33,9 +34,8 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
     >>> lookup("config.data.name", "math:sqrt", {})(9.0)
     3.0
   """
-  allowed = (
-    f"allowed: {', '.join(sorted(builtin))}, or 'package.module:attribute'"
-  )
+  known = [*sorted(builtin), "'package.module:attribute'"]
+  allowed = f"allowed: {', '.join(known)}"
   if not isinstance(name, str):
     raise checks.ArgumentTypeError(
       f"{argument} must be a string, got {name!r}; {allowed}."
@@ -68,37 +68,22 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
     ) from e
 
 
-def call(
-  field: str,
-  config: Any,
-  builtin: Mapping[str, Any],
-  *,
-  hidden: Iterable[str] = (),
-  **given: Any,
-) -> Any:
-  """Calls the function that a config names, with the config's other fields.
+def find(
+  field: str, config: Any, builtin: Mapping[str, Any]
+) -> tuple[str, Any, dict[str, Any]]:
+  """Returns the function that a config names, and its arguments.
 
   Args:
     field: Path of the config, such as `"config.model"`, for errors.
     config: A dict or ConfigDict: a `"name"`, as in `lookup`, and arguments.
-      Lists among the arguments become tuples.
     builtin: The built-in functions by name.
-    hidden: Parameters that a config may not set.
-    **given: Arguments that do not come from the config.
 
   Returns:
-    The result of the call.
+    The field and the name, for errors; the function; and the arguments.
 
   Raises:
-    TypeError: `config` is not a dict with a name, the name is not that of a
-      callable, an argument is missing, or the function raises a TypeError.
-    ValueError: A name or an argument is unknown (the message lists the known
-      ones), or the function raises a ValueError.
-
-  Example:
-    >>> functions = {"power": lambda base, exponent=2: base**exponent}
-    >>> call("config.f", {"name": "power", "exponent": 3}, functions, base=2)
-    8
+    TypeError: `config` is not a dict with a name.
+    ValueError: The name is unknown.
   """
   if not is_dict(config) or "name" not in config:
     raise checks.ArgumentTypeError(
@@ -108,9 +93,35 @@ def call(
   arguments = dict(config)
   name = arguments.pop("name")
   function = lookup(f"{field}.name", name, builtin)
-  return construct(
-    f"{field} ({name!r})", function, arguments, hidden=hidden, given=given
-  )
+  return f"{field} ({name!r})", function, arguments
+
+
+def call(
+  field: str, config: Any, builtin: Mapping[str, Any], **given: Any
+) -> Any:
+  """Calls the function that a config names, with the config's other fields.
+
+  Args:
+    field: See `find`.
+    config: See `find`. Lists among the arguments become tuples.
+    builtin: The built-in functions by name.
+    **given: Arguments that do not come from the config.
+
+  Returns:
+    The result of the call.
+
+  Raises:
+    TypeError: As `find`; or the name is not that of a callable, an argument is
+      missing, or the function raises a TypeError.
+    ValueError: A name or an argument is unknown (the message lists the known
+      ones), or the function raises a ValueError.
+
+  Example:
+    >>> functions = {"power": lambda base, exponent=2: base**exponent}
+    >>> call("config.f", {"name": "power", "exponent": 3}, functions, base=2)
+    8
+  """
+  return construct(*find(field, config, builtin), given=given)
 
 
 def construct(
@@ -118,7 +129,6 @@ def construct(
   function: Any,
   arguments: Mapping[str, Any],
   *,
-  hidden: Iterable[str] = (),
   given: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Any:
   """Calls `function(**arguments, **given)` and puts `where` before errors.
@@ -130,7 +140,6 @@ def construct(
     where: The field and the name in it, such as `"config.model ('cnn')"`.
     function: The function or class.
     arguments: Arguments from a config, checked against the signature.
-    hidden: Parameters that `arguments` may not set.
     given: Arguments that do not come from the config.
 
   Raises:
@@ -147,7 +156,7 @@ def construct(
     p.name
     for p in parameters
     if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    and p.name not in (*given, *hidden)
+    and p.name not in given
   ]
   # Before the call, so that misspelled arguments get a hint.
   for key in arguments:
@@ -207,13 +216,13 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def to_plain(value: Any) -> Any:
-  """Returns a config value with dicts for ConfigDicts and tuples for lists."""
+  """Returns a config value as dicts, tuples and Python's own numbers."""
   if is_dict(value):
     return {k: to_plain(v) for k, v in dict(value).items()}
   if isinstance(value, (list, tuple)):
     # Tuples: `jax.jit` hashes models and wrappers, and lists have no hash.
     return tuple(to_plain(v) for v in value)
-  return value
+  return value.item() if isinstance(value, np.generic) else value
 
 
 def is_dict(value: Any) -> bool:

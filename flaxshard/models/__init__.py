@@ -61,39 +61,49 @@ def create(
     ...     # doctest: +ELLIPSIS
     CNN(...dense = 64...)
   """
-  given: dict[str, Any] = {}
-  # Every Linen module has the fields `parent` and `name`, set by Flax.
-  hidden: tuple[str, ...] = ()
-  if registry.is_dict(config) and "name" in config:
-    function = registry.lookup("config.model.name", config["name"], MODELS)
-    if isinstance(function, type) and issubclass(function, nn.Module):
-      hidden = ("parent", "name")
-    of_data = {"num_classes": num_classes, "example": example}
-    known = {name: x for name, x in of_data.items() if x is not None}
-    given = accepted(function, policy=policy, seed=seed, **known)
-    if "dtype" in config:
-      given.pop("dtype", None)
-    if not {"policy", "dtype"} & {*given, *config}:
-      policy.warn_if_unused(f"config.model ({config['name']!r})")
-  return registry.call("config.model", config, MODELS, hidden=hidden, **given)
+  where, function, arguments = registry.find("config.model", config, MODELS)
+  return make(
+    where,
+    function,
+    arguments,
+    policy=policy,
+    seed=seed,
+    num_classes=num_classes,
+    example=example,
+  )
 
 
-def accepted(
-  function: Any, *, policy: Policy, seed: int, **others: Any
-) -> dict[str, Any]:
-  """Returns the arguments of a function that makes a model.
+def make(
+  where: str,
+  function: Any,
+  arguments: Mapping[str, Any],
+  *,
+  policy: Policy,
+  seed: int,
+  **offered: Any,
+) -> Any:
+  """Calls a function that makes a model.
 
   Args:
+    where: Name of the function, for errors.
     function: The function or class.
+    arguments: Its arguments.
     policy: Precision policy, for its arguments `policy` and `dtype`.
     seed: Its argument `seed`, and that of `rngs`, an `nnx.Rngs`.
-    **others: Further values by name.
-
-  Returns:
-    The values that its signature names.
+    **offered: Further values that it is given if its signature names them. None
+      is no value.
   """
-  offered = {"policy": policy, "dtype": policy.compute_dtype, "seed": seed}
-  given = registry.accepted(function, {**offered, "rngs": None, **others})
+  offered |= {"policy": policy, "seed": seed, "rngs": seed}
+  if "dtype" not in arguments:
+    offered["dtype"] = policy.compute_dtype
+  known = {name: x for name, x in offered.items() if x is not None}
+  given = registry.accepted(function, known)
   if "rngs" in given:
     given["rngs"] = nnx.Rngs(seed)
-  return given
+  # The method of a task may use what the task was created with, and a function
+  # that takes `config` chooses a model by itself.
+  task = type(getattr(function, "__self__", None))
+  taken = {*given, *arguments, *registry.accepted(task, known)}
+  if not taken & {"policy", "dtype", "config"}:
+    policy.warn_if_unused(where)
+  return registry.construct(where, function, arguments, given=given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import inspect
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 from clu import metrics as clu_metrics
 import jax
@@ -13,7 +13,6 @@ import numpy as np
 from flaxshard import models
 from flaxshard.core import checks
 from flaxshard.core import registry
-from flaxshard.core.policy import Policy
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
@@ -21,16 +20,6 @@ from flaxshard.tasks import apply as apply_lib
 from flaxshard.tasks import task as task_lib
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
-_OPTIONAL = (
-  "init_inputs",
-  "predict",
-  "evaluate",
-  "load_data",
-  "example",
-  "collate",
-  "train_batches",
-  "create_model",
-)
 
 
 class AdaptedTask:
@@ -56,19 +45,19 @@ class AdaptedTask:
     self.task = task
     self.name = type(task).__name__
     self.metrics: type[clu_metrics.Collection] = task.metrics
-    self.loss = task.loss
-    optional = {name: getattr(task, name, None) for name in _OPTIONAL}
-    self._init_inputs = optional.pop("init_inputs") or _default_inputs
-    self._predict = optional.pop("predict")
-    vars(self).update(optional)
-
-  if TYPE_CHECKING:
-
-    def __getattr__(self, name: str) -> Any: ...
+    self.loss: Any = task.loss
+    self.create_model: Any = getattr(task, "create_model", None)
+    self.evaluate: Any = getattr(task, "evaluate", None)
+    self.load_data: Any = getattr(task, "load_data", None)
+    self.example: Any = getattr(task, "example", None)
+    self.collate: Any = getattr(task, "collate", None)
+    self.train_batches: Any = getattr(task, "train_batches", None)
+    self._init_inputs: Any = getattr(task, "init_inputs", None)
+    self._predict: Any = getattr(task, "predict", None)
 
   def init_inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns `(args, kwargs)` of the model's call for a batch."""
-    result = self._init_inputs(batch)
+    result = (self._init_inputs or _default_inputs)(batch)
     match result:
       case (tuple() as args, Mapping() as kwargs):
         return args, dict(kwargs)
@@ -168,23 +157,12 @@ class AdaptedTask:
     inputs = jax.tree.unflatten(trees[0], given)
     return inputs
 
-  def make_model(
-    self,
-    config: Any,
-    *,
-    example: Mapping[str, Any],
-    num_classes: int | None,
-    policy: Policy,
-    seed: int,
-  ) -> Any:
+  def make_model(self, config: Any, **known: Any) -> Any:
     """Creates the model.
 
     Args:
       config: `config.model`, a dict or ConfigDict.
-      example: One example of the data, without the batch dimension.
-      num_classes: Number of classes of the data, or None.
-      policy: The precision.
-      seed: The seed of the run.
+      **known: The other arguments of `flaxshard.models.create`.
 
     Raises:
       TypeError, ValueError: `config.model` is not what the task needs, or
@@ -195,33 +173,15 @@ class AdaptedTask:
         raise ValueError(
           f"config.model is missing: task {self.name} has no create_model."
         )
-      return models.create(
-        config,
-        num_classes=num_classes,
-        policy=policy,
-        seed=seed,
-        example=example,
-      )
+      return models.create(config, **known)
     where = f"{self.name}.create_model"
-    given = models.accepted(
-      self.create_model,
-      policy=policy,
-      seed=seed,
-      config=registry.to_plain(config),
-      example=example,
-      num_classes=num_classes,
-    )
-    if config and "config" not in given:
+    config = registry.to_plain(config)
+    if config and not registry.accepted(self.create_model, {"config": config}):
       raise ValueError(
-        f"config.model={registry.to_plain(config)!r} has no effect: {where} "
-        "makes the model, and takes no argument `config`."
+        f"config.model={config!r} has no effect: {where} makes the model, and "
+        "takes no argument `config`."
       )
-    makers = (self.create_model, type(self.task))
-    if not config and not any(
-      registry.accepted(maker, {"policy": 0, "dtype": 0}) for maker in makers
-    ):
-      policy.warn_if_unused(where)
-    return registry.construct(where, self.create_model, {}, given=given)
+    return models.make(where, self.create_model, {}, config=config, **known)
 
 
 def adapt(task: Any, where: str = "task") -> AdaptedTask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 import functools
 import inspect
@@ -32,14 +32,12 @@ class LoadedTask:
 
   Attributes:
     task: The task.
-    example: Shapes of one example, without the batch dimension, by key.
-    num_classes: Number of classes of the data, or None.
+    shapes: The shapes of an example, as `collate` makes it.
     splits: The data; None for a plan, and if the task makes its own batches.
   """
 
   task: AdaptedTask
-  example: Mapping[str, jax.ShapeDtypeStruct]
-  num_classes: int | None
+  shapes: data_lib.Shapes
   splits: data_lib.Splits | None
 
 
@@ -58,9 +56,12 @@ def record(config: Any, task: Any) -> Any:
   cls = type(task.task if isinstance(task, AdaptedTask) else task)
   name = f"<{cls.__module__}.{cls.__qualname__}>"
   given = dict(config).get("task", "classification")
-  if given not in ("classification", name):
+  plain = (
+    {"name": given} if isinstance(given, str) else registry.to_plain(given)
+  )
+  if plain not in ({"name": "classification"}, {"name": name}):
     raise ValueError(
-      f"config.task={given!r} and task={name} are both given: give one of them."
+      f"config.task={plain!r} and task={name} are both given: give one of them."
     )
   return {**dict(config), "task": name}
 
@@ -121,7 +122,7 @@ def load(
 
   adapted = _create(config, read) if task is None else adapt(task)
   if known is not None:
-    return LoadedTask(adapted, known.example, known.num_classes, None)
+    return LoadedTask(adapted, known, None)
   if adapted.load_data is not None and config.data:
     raise ValueError(
       f"config.data={config.data.to_dict()!r} has no effect: {adapted.name} "
@@ -133,38 +134,26 @@ def load(
       key: jax.ShapeDtypeStruct(x.shape, x.dtype)
       for key, x in adapted.example().items()
     }
-    return LoadedTask(adapted, example, None, None)
+    return LoadedTask(adapted, data_lib.Shapes(example), None)
   if adapted.load_data is None:
     data, where = read(), f"config.data ({config.data.get('name')!r})"
   else:
     data, where = adapted.load_data(), f"{adapted.name}.load_data"
-  shapes = _example_shapes(where, data, adapted.collate)
-  splits = None if shapes_only else data
-  return LoadedTask(adapted, shapes, data.num_classes, splits)
-
-
-def _example_shapes(
-  where: str,
-  data: data_lib.Splits | data_lib.Shapes,
-  collate: examples.Collate | None = None,
-) -> examples.ExampleShapes:
-  if isinstance(data, data_lib.Shapes):
-    return examples.collate_shapes(where, data.example, collate)
-  return examples.check_splits(where, data, collate)
+  shapes = data_lib.Shapes(
+    examples.check(where, data, adapted.collate), data.num_classes
+  )
+  return LoadedTask(adapted, shapes, None if shapes_only else data)
 
 
 def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
   """Creates the task that `config.task` names."""
-  field = config.task
-  given = {"name": field} if isinstance(field, str) else field.to_dict()
-  name = given.pop("name")
+  name = config.task.name
   if name.startswith("<"):
     raise ValueError(
       f"config.task={name!r} was an object: give it again as the argument "
       "task of train_and_evaluate, fs.load or fs.export."
     )
-  found = registry.lookup("config.task", name, BUILTIN)
-  where = f"config.task ({name!r})"
+  where, found, given = registry.find("config.task", config.task, BUILTIN)
   if not inspect.isclass(found) and hasattr(found, "loss"):
     if given:
       raise ValueError(
@@ -191,5 +180,5 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
   if "num_classes" in accepted:
     accepted["num_classes"] = read().num_classes
   if "example" in accepted:
-    accepted["example"] = _example_shapes("config.data", read())
+    accepted["example"] = examples.check("config.data", read())
   return adapt(registry.construct(where, found, given, given=accepted), where)

@@ -51,7 +51,7 @@ def plan_state(
     ValueError, TypeError: The model, the rules and the wrappers do not fit each
       other. The message names the field.
   """
-  task, example = loaded.task, loaded.example
+  task, example = loaded.task, loaded.shapes.example
   tx = sparse_optimizer.wrap(
     tx, config.sparse, config.sparse_semantics, prefix="config."
   )
@@ -73,7 +73,7 @@ def plan_state(
     model = task.make_model(
       config.model,
       example=example,
-      num_classes=loaded.num_classes,
+      num_classes=loaded.shapes.num_classes,
       policy=Policy(config.precision),
       seed=config.seed,
     )

@@ -57,8 +57,8 @@ def create(
   """Returns a function that calls the hooks of a run, in their order.
 
   Args:
-    named: `config.hooks`: names `"package.module:attribute"`, or dicts with a
-      `"name"` and arguments. A class is created with the arguments, and with
+    named: `config.hooks`: dicts with a `"name"`, `"package.module:attribute"`,
+      and arguments. A class is created with the arguments, and with
       `config`, `workdir` and `worker_id` if it takes them. Another callable is
       the hook itself, and the arguments are passed at each call.
     hooks: Further hooks, which are called after the named ones.
@@ -101,12 +101,9 @@ def create(
 
 
 def _create_named(
-  where: str, item: Any, offered: Mapping[str, Any]
+  field: str, config: Any, offered: Mapping[str, Any]
 ) -> tuple[str, Hook]:
-  arguments = {} if isinstance(item, str) else dict(item)
-  name = item if isinstance(item, str) else arguments.pop("name")
-  found = registry.lookup(where, name, {})
-  where = f"{where} ({name!r})"
+  where, found, arguments = registry.find(field, config, {})
   if inspect.isclass(found):
     given = registry.accepted(
       found, {k: v for k, v in offered.items() if k not in arguments}
@@ -115,7 +112,7 @@ def _create_named(
   else:
     hook = functools.partial(found, **registry.to_plain(arguments))
   _check_callable(where, hook)
-  return name, hook
+  return config["name"], hook
 
 
 def _check_callable(where: str, hook: Any) -> None:

@@ -178,7 +178,7 @@ def load(
     task=loaded.task,
     step=number,
     strategy=strategy,
-    example=loaded.example,
+    example=loaded.shapes.example,
     workdir=workdir,
   )
 

@@ -297,7 +297,7 @@ def plan_setup(
     ValueError, TypeError: The model, the optimizer, the rules and the wrappers
       do not fit each other. The message names the field.
   """
-  task, example = loaded.task, loaded.example
+  task, example = loaded.task, loaded.shapes.example
   batch_size = config.batch_size // rank.num_workers
   specs = devices.batch_specs(config.mesh.split, batch_size, strategy, example)
   tx, schedule = optimizer.create(config)
@@ -334,7 +334,7 @@ def plan_setup(
     rank=rank,
     task=task,
     splits=loaded.splits,
-    shapes=data.Shapes(example, loaded.num_classes),
+    shapes=loaded.shapes,
     batch_size=batch_size,
     batch_specs=specs,
     schedule=schedule,

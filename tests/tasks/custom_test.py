@@ -198,8 +198,8 @@ def test_a_plan_has_the_shapes_of_collated_batches(factory):
   )
   checked = config_lib.check(config(**fields))
   found = load.load(checked, shapes_only=True)
-  assert found.num_classes == 7
-  assert {key: x.shape for key, x in found.example.items()} == {
+  assert found.shapes.num_classes == 7
+  assert {key: x.shape for key, x in found.shapes.example.items()} == {
     "inputs": (5,),
     "labels": (5,),
     "weights": (5,),
@@ -220,7 +220,7 @@ def test_resume_and_a_checked_task_object(tmp_path):
     jax.tree.leaves(state), jax.tree.leaves(whole)
   )
   # Another task is another run.
-  with pytest.raises(ValueError, match=r"config\.task: .*Regression.*Ranked"):
+  with pytest.raises(ValueError, match=r"config\.task\.name: .*Ranked"):
     train.train_and_evaluate(
       config(num_train_steps=6), str(tmp_path / "parts"), Ranked()
     )

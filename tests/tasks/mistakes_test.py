@@ -112,7 +112,7 @@ NO_SCALAR = with_result(lambda loss, aux: (aux.metrics["loss"], aux))
     (with_attributes(metrics=dict), TypeError, "metrics .*builtins.dict"),
     (NO_CLASS, TypeError, "Changed.create_model.*'width'"),
     (NO_TUPLE, TypeError, r"Changed.init_inputs .*tuple.*float32\[1,2\]"),
-    (NO_ROWS, ValueError, r"Changed.load_data.* collate .*\(2,\)"),
+    (NO_ROWS, ValueError, r"Changed.load_data.* collate .*\[2\]"),
     (NO_AUX, TypeError, "loss .*Aux"),
     (NO_SCALAR, ValueError, r"scalar.*\(8,\)"),
     (with_attributes(load_data=None), ValueError, "config.data is missing"),
