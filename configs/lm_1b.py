@@ -23,7 +23,7 @@ import flaxshard as fs
 def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   config = fs.config.read("lm_text")
-  config.task = "language_modeling"
+  config.task = {"name": "language_modeling"}
   config.model = {
     "name": "transformer",
     "num_layers": 9,

@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   config = fs.config.defaults()  # --help=config lists the fields
 
-  config.task = "language_modeling"
+  config.task = {"name": "language_modeling"}
   config.model = {
     "name": "transformer",
     "num_layers": 4,

@@ -16,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   config = fs.config.defaults()  # --help=config lists the fields
 
-  config.task = "flaxshard.examples.regression:Task"
+  config.task = {"name": "flaxshard.examples.regression:Task"}
   config.model = {"hidden": (64,), "dropout": 0.5}
   config.batch_size = 64  # patients, over all devices
   config.num_train_steps = 400

@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   config = fs.config.defaults()  # --help=config lists the fields
 
-  config.task = "flaxshard.examples.vae:Task"
+  config.task = {"name": "flaxshard.examples.vae:Task"}
   config.model = {"latents": 8, "hidden": 256}
   config.batch_size = 64  # images, over all devices
   config.num_train_steps = 1500

@@ -16,7 +16,7 @@ from flaxshard.core.version import VERSION
 from flaxshard.processes import failures
 from flaxshard.train import config as config_lib
 from flaxshard.train.config import definition
-from flaxshard.train.config import overrides
+from flaxshard.train.config import files
 from flaxshard.train.config import text as config_text
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -59,7 +59,7 @@ def parse_flags(
     if any(argument.lstrip("-") == "help=config" for argument in arguments):
       print(config_text.help_text())
       raise SystemExit(0)
-    arguments, fields = overrides.split(arguments)
+    arguments, fields = files.split_flags(arguments)
     rest = flag_values([program, *arguments])
   except flags.Error as error:
     name = getattr(error, "flagname", None)
@@ -101,7 +101,7 @@ def parse_flags(
       traceback.print_exception(error.__cause__)
     _exit(f"--config={error}")
   try:
-    overrides.apply(config, fields)
+    files.set_fields(config, fields)
   except ValueError as error:
     _exit(str(error))
   # From here on the flag is the config, as with `config_flags`.

@@ -112,7 +112,7 @@ def test_every_field_is_set(path, argv, path_of_field, value):
     ("--config.model.dense.x=3", ("config.model.dense.x", "3")),
     ("--config.batch_size=many", ("config.batch_size", "integer", "'many'")),
     ("--config.mesh.per_replica=maybe", ("config.mesh.per_replica", "'maybe'")),
-    ("--config.model=3", ("config.model", "got 3", '"name"')),
+    ("--config.model=3", ("config.model", "got 3", "dict")),
     ("--config.wrappers[0]=ema", ("config.wrappers[0]", "'wrappers'")),
     ("--worksdir=w", ("'worksdir'", "workdir")),
     ("--batch_size=3", ("'batch_size'", "--config.batch_size")),

@@ -1,8 +1,10 @@
 """Configs: defaults, files, and mistakes."""
 
 import pathlib
+import re
 
 import ml_collections
+import numpy as np
 import pytest
 
 import flaxshard as fs
@@ -54,9 +56,9 @@ def test_a_config_starts_from_the_defaults():
       keep_every_steps=1000,
       best_metric="eval_loss",
       keep_best=2,
-      task={"name": "language_modeling"},
+      task="language_modeling",
       # A name of a package is not imported.
-      hooks=("no_such_package:hook",),
+      hooks=({"name": "no_such_package:hook"},),
     ),
     dict(task="no_such_package:Task", model={"size": 3}, data={}),
     dict(wrappers=("agn",), mesh={"replica": 1}),
@@ -74,8 +76,16 @@ def test_given_values_are_kept(fields):
     kept = checked.to_dict()[name]
     if name == "mesh":
       kept = {key: kept[key] for key in value}
-    assert kept == value
+    assert kept == ({"name": value} if name == "task" else value)
   assert fs.config.check(checked).to_dict() == checked.to_dict()
+
+
+def test_lists_and_numpy_numbers_are_plain_values():
+  fields = dict(batch_size=np.int64(16), learning_rate=np.float32(0.5))
+  checked = fs.config.check(make(**fields, hooks=["a:b"], freeze=["^head/"]))
+  kept = (checked.batch_size, checked.learning_rate)
+  assert kept == (16, 0.5) and [type(x) for x in kept] == [int, float]
+  assert (checked.hooks, checked.freeze) == (({"name": "a:b"},), ("^head/",))
 
 
 def test_the_result_is_a_locked_copy():
@@ -91,48 +101,54 @@ def test_the_result_is_a_locked_copy():
 
 def test_the_help_has_the_type_the_default_and_the_meaning_of_each_field():
   printed = text.help_text()
-  assert "  batch_size: integer, at least 1; required\n      Exam" in printed
-  assert '  resume: "auto" or "extend"; default \'auto\'\n      What' in printed
-  for field in fs.config.defaults():
-    assert f"\n  {field}: " in printed
-    assert f"\n### `{field}`\n" in text.markdown()
-  assert all(field.meaning for field in definition.FIELDS.values())
+  for path, field in definition.FIELDS.items():
+    assert re.search(rf"\n##+ `{path}`\n\n[^#]+\n\nA", printed), path
+    is_group = definition.is_group(field.annotation)
+    assert is_group or field.is_required() or repr(field.default) in printed
+  assert "\n\nAllowed: int, at least 1, required.\n\n### `num_" in printed
+  assert "\n\nAllowed: 'auto' or 'extend', default `'auto'`.\n" in printed
   assert "\n#### `mesh.replica`\n\nNumber of replicas" in text.markdown()
 
 
-# The fields, and what the message names. Few values: the checkers of
-# `core.checks` have their tests.
+# The fields, and what the message names. Few values: pydantic has its tests.
 MISTAKES = [
   # Missing and unknown fields and names.
   (dict(model=None), ("config.model.name", "None", "cnn")),
   (dict(data={"path": "a"}), ("config.data.name", "None", "digits")),
-  (dict(batch_size=None), ("config.batch_size is missing", "at least 1")),
+  (dict(batch_size=None), ("config.batch_size", "None", "integer")),
   (dict(bach_size=16), ("config.bach_size", "'batch_size'", "num_train")),
   (dict(mesh={"replicas": 8}), ("config.mesh.replicas", "'replica'")),
+  (dict(mesh=8), ("config.mesh", "8")),
   (dict(optimizer={"name": "adam", "b3": 0}), ("config.optimizer", "'b3'")),
   (dict(optimizer="adamm"), ("config.optimizer", "'adamm'", "'adam'")),
   (dict(model={"name": "cn"}), ("config.model", "'cn'", "'cnn'")),
   (dict(task="classificatio"), ("config.task", "'classification'")),
-  # Numbers.
-  (dict(batch_size=0), ("config.batch_size", "0", "at least 1")),
-  (dict(learning_rate=1e39), ("config.learning_rate", "1e+39", "above 0")),
-  # Choices.
-  (dict(on_nonfinite="stopp"), ("config.on_nonfinite", "'stop', 'continue'")),
+  # Numbers, choices and names.
+  (dict(batch_size=0), ("config.batch_size", "0", "equal to 1")),
+  (dict(batch_size=True), ("config.batch_size", "True", "integer")),
+  (dict(batch_size="16"), ("config.batch_size", "'16'", "integer")),
+  (dict(learning_rate=1e39), ("config.learning_rate", "1e+39", "less")),
+  (dict(learning_rate=float("nan")), ("config.learning_rate", "nan")),
+  (dict(on_nonfinite="stopp"), ("config.on_nonfinite", "'stop'", "'stopp'")),
   (dict(best_metric="accuracy"), ("config.best_metric", "eval_accuracy")),
-  # Names with arguments, patterns and ranges.
-  (dict(data=3), ("config.data", "3", '"name"')),
-  (dict(hooks=("log",)), ("config.hooks", "'log'", "package.module:name")),
-  (dict(freeze="head"), ("config.freeze", "'head'", "('^encoder/',)")),
-  (dict(profile_steps=(0, 2)), ("config.profile_steps", "(0, 2)", "last")),
+  (dict(data=3), ("config.data", "3", "dict")),
+  (dict(hooks=(3,)), ("config.hooks.0", "3")),
+  (dict(hooks=("log",)), ("config.hooks[0]", "'log'", "package.module:")),
+  # Patterns and ranges.
+  (dict(freeze="head"), ("config.freeze", "'head'", "tuple")),
+  (dict(learning_rates=(("head", 0.0),)), ("config.learning_rates[0]", "0")),
+  (dict(profile_steps=(3, 2)), ("config.profile_steps", "(3, 2)", "last")),
   # The mesh.
   (dict(mesh={"replica": 0}), ("config.mesh.replica", "0", "-1")),
-  (dict(mesh={"per_replica": 1}), ("config.mesh.per_replica", "1", "True")),
-  (dict(mesh={"axes": ("model", 2)}), ("config.mesh.axes", "('model', 2)")),
+  (dict(mesh={"per_replica": 1}), ("config.mesh.per_replica", "1", "bool")),
+  (dict(mesh={"axes": ("model", 2)}), ("config.mesh.axes.0", "'model'")),
   (dict(mesh={"axes": (("a", 2), ("a", 2))}), ("config.mesh.axes", "'a'")),
-  (dict(mesh={"split": {"inputs": 8}}), ("config.mesh.split", "(1, 2, 4, 1)")),
+  (dict(mesh={"axes": (("replica", 2),)}), ("config.mesh.axes", "'replica'")),
+  (dict(mesh={"split": {"inputs": 8}}), ("config.mesh.split.inputs", "8")),
   (dict(mesh={"rules": {"name": "fsdb"}}), ("config.mesh.rules", "'fsdb'")),
   # Wrappers.
   (dict(wrappers=("los_scale",)), ("config.wrappers", "'loss_scale'")),
+  (dict(wrappers=("ema", "ema")), ("config.wrappers", "'ema'", "twice")),
   (
     dict(wrappers=(("loss_scale", {"scale": -1}),)),
     ("config.wrappers", "scale", "-1"),
@@ -146,15 +162,14 @@ MISTAKES = [
   # Initialization and LoRA.
   (dict(init_from={"pth": "a"}), ("init_from.pth", "'path'")),
   (dict(init_from={"keep": ("b",)}), ("init_from.keep", "init_from.path")),
-  (dict(init_from={"path": "a", "keep": ("(",)}), ("keep[0]", "'('")),
-  (dict(init_from={"path": "a", "rename": ("b",)}), ("rename", "pairs")),
+  (dict(init_from={"path": "a", "keep": ("(",)}), ("from.keep[0]", "'('")),
+  (dict(init_from={"path": "a", "rename": ("b",)}), ("from.rename", "'b'")),
   (dict(lora={"alpha": 8}), ("lora.alpha", "lora.rank")),
-  # Early stopping.
+  # Fields that contradict each other.
   (
     dict(early_stopping={"metric": "eval_bleu"}),
     ("config.early_stopping.mode", "'eval_bleu'", "'max'"),
   ),
-  # Fields that contradict each other.
   (
     dict(keep_every_steps=6),
     ("config.keep_every_steps=6", "config.checkpoint_every_steps=1000"),
@@ -162,11 +177,7 @@ MISTAKES = [
   (dict(keep_best=2), ("config.keep_best=2", "config.best_metric")),
   (
     dict(best_metric="eval_loss", eval_every_steps=3),
-    (
-      "config.checkpoint_every_steps=1000",
-      "config.eval_every_steps=3",
-      "config.best_metric='eval_loss'",
-    ),
+    ("config.checkpoint_every_steps=1000", "config.eval_every_steps=3"),
   ),
   (
     dict(mesh={"axes": (("x", 2),), "logical_devices": 2}),

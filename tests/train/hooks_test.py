@@ -66,8 +66,7 @@ def test_hooks_are_called_in_order_with_copies_of_the_row(tmp_path):
   ("named", "hooks", "facts"),
   [
     # The field, before anything is imported.
-    ("my_package:log", (), ("config.hooks", "sequence", "'my_package:log'")),
-    (("log",), (), ("config.hooks", "package.module:name")),
+    ("my_package:log", (), ("config.hooks", "tuple", "'my_package:log'")),
     # What it names.
     ((f"{_THIS}:recrod",), (), ("config.hooks[0]", "Did you mean 'record'?")),
     (({"name": f"{_THIS}:record", "int": 1},), (), ("config.hooks[0]",)),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+import operator
 from typing import Any
 
 import ml_collections
 from ml_collections import config_dict
+import pydantic
 
 from flaxshard import models
 from flaxshard import tasks
@@ -16,12 +18,12 @@ from flaxshard.core import optimizer
 from flaxshard.core import registry
 from flaxshard.data import factories
 from flaxshard.train.config import definition
-from flaxshard.train.config import kinds
 from flaxshard.train.config.definition import FIELDS
 from flaxshard.wrappers import base
-from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
 
+# Whether a larger or a smaller value is better, with a mode of "auto".
+_BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
 # What the fields with a name may name, besides `"package.module:attribute"`.
 _BUILTIN: dict[str, Mapping[str, Any]] = {
   "task": tasks.BUILTIN,
@@ -30,18 +32,14 @@ _BUILTIN: dict[str, Mapping[str, Any]] = {
   "schedule": optimizer.SCHEDULES,
   "optimizer": optimizer.OPTIMIZERS,
 }
-# Fields without an effect as long as the field in front has its default.
-_SWITCHES = {
-  "best_metric": ("best_mode", "keep_best"),
-  **{
-    f"{group}.{name}": tuple(p for p in FIELDS if p.startswith(f"{group}."))
-    for group, name in (
-      ("early_stopping", "metric"),
-      ("init_from", "path"),
-      ("lora", "rank"),
-    )
-  },
-}
+# The first field of each turns the others on.
+_SWITCHES = (
+  ("best_metric", "best_mode", "keep_best"),
+  *(
+    tuple(path for path in FIELDS if path.startswith(f"{group}."))
+    for group in ("early_stopping", "init_from", "lora")
+  ),
+)
 
 
 def resolve_mode(metric: str, mode: str) -> str:
@@ -51,7 +49,7 @@ def resolve_mode(metric: str, mode: str) -> str:
     metric: Name of a metric of the evaluation.
     mode: `"max"`, `"min"`, or `"auto"`: `"min"` for `eval_loss`, else `"max"`.
   """
-  return kinds.BEST_MODES.get(metric, "max") if mode == "auto" else mode
+  return _BEST_MODES.get(metric, "max") if mode == "auto" else mode
 
 
 def defaults() -> ml_collections.ConfigDict:
@@ -90,21 +88,18 @@ def add_defaults(
   _check_names("", config)
   config.unlock()
   for path, field in FIELDS.items():
-    group, name = _find(config, path)
+    parent, _, name = path.rpartition(".")
+    group = config[parent] if parent else config
     # `check` reports what is no group.
-    if registry.is_dict(group) and name not in group:
-      group[name] = (
-        config_dict.placeholder(field.type)
-        if field.default is definition.REQUIRED
-        else field.kind.check(path, field.default)
-      )
+    if not registry.is_dict(group) or name in group:
+      continue
+    if field.is_required():
+      group[name] = config_dict.placeholder(field.annotation)
+    elif definition.is_group(field.annotation):
+      group[name] = {}
+    else:
+      group[name] = field.get_default()
   return config
-
-
-def _find(config: Any, path: str) -> tuple[Any, str]:
-  """Returns what holds a field, and the name of the field in it."""
-  group, _, name = path.rpartition(".")
-  return (config[group] if group else config), name
 
 
 def _check_names(prefix: str, group: Mapping[str, Any]) -> None:
@@ -121,7 +116,8 @@ def _check_names(prefix: str, group: Mapping[str, Any]) -> None:
         f"{hint or checks.did_you_mean(name, names)} The fields are "
         f"{', '.join(names)}."
       )
-    if FIELDS[path].type is dict and registry.is_dict(group[name]):
+    is_group = definition.is_group(FIELDS[path].annotation)
+    if is_group and registry.is_dict(group[name]):
       _check_names(f"{path}.", group[name])
 
 
@@ -159,30 +155,33 @@ def check(config: Any) -> ml_collections.ConfigDict:
       f"{checks.describe(config)}.{hint}"
     )
   # A copy: changing the checked config leaves the given one as it is.
-  given = ml_collections.ConfigDict(dict(config), type_safe=False).to_dict()
-  checked = add_defaults(given).to_dict()
-  values = {}  # by path
-  for path, field in FIELDS.items():
-    group, name = _find(checked, path)
-    if group[name] is None and field.default is definition.REQUIRED:
-      raise ValueError(
-        f"config.{path} is missing, and has no default; allowed: "
-        f"{field.kind.allowed}."
-      )
-    try:
-      value = field.kind.check(f"config.{path}", group[name])
-    except TypeError as e:
-      # Every invalid field is a ValueError.
-      raise checks.ArgumentTypeError(str(e)) from e
-    group[name] = values[path] = value
+  given = add_defaults(registry.to_plain(config)).to_dict()
+  try:
+    model = definition.Config.model_validate(given)
+  except pydantic.ValidationError as e:
+    raise _first_error(e) from None
+  values = {path: operator.attrgetter(path)(model) for path in FIELDS}
   _check_named(values)
   for mistake in _contradictions(values):
     raise ValueError(mistake)
-  if ":" not in values["optimizer"]["name"] + values["schedule"]["name"]:
+  checked = model.to_dict()
+  if ":" not in checked["optimizer"]["name"] + checked["schedule"]["name"]:
     optimizer.create(checked)
   _check_wrappers(checked)
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   return ml_collections.ConfigDict(checked).lock()
+
+
+def _first_error(errors: pydantic.ValidationError) -> ValueError:
+  """Returns an error that names the field, the value and what is allowed."""
+  error = errors.errors()[0]
+  *parents, field = ("config", *map(str, error["loc"]))
+  message = f"{field}: {error['msg']}, got {error['input']!r}."
+  # Those of our own checks begin with the field.
+  cause = error.get("ctx", {}).get("error", message)
+  is_type = isinstance(cause, TypeError) or error["type"].endswith("_type")
+  kind = checks.ArgumentTypeError if is_type else ValueError
+  return kind(".".join([*parents, str(cause)]))
 
 
 def _check_named(values: Mapping[str, Any]) -> None:
@@ -190,16 +189,16 @@ def _check_named(values: Mapping[str, Any]) -> None:
 
   What a name of a module stands for is not imported.
   """
-  task = values["task"]
-  task = task if isinstance(task, str) else task.get("name")
-  for field, builtin in _BUILTIN.items():
+  named = {field: (values[field], known) for field, known in _BUILTIN.items()}
+  if values["task"].get("name") not in tasks.BUILTIN:
     # Other tasks than flaxshard's may create their own.
-    if field in ("model", "data") and task not in tasks.BUILTIN:
-      continue
-    name = task if field == "task" else values[field].get("name")
+    del named["model"], named["data"]
+  named |= {f"hooks[{i}]": (hook, {}) for i, hook in enumerate(values["hooks"])}
+  for field, (value, known) in named.items():
+    name = value.get("name")
     # A task that was given as an object is `<module.Class>`.
     if not isinstance(name, str) or not (":" in name or name.startswith("<")):
-      registry.lookup(f"config.{field}.name", name, builtin)
+      registry.lookup(f"config.{field}.name", name, known)
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
@@ -225,16 +224,15 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
       f"{show('eval_every_steps')} with {show('best_metric')}: a checkpoint is "
       "rated by the evaluation of its step."
     )
-  for switch, paths in _SWITCHES.items():
-    for path in paths:
-      is_off = values[switch] == FIELDS[switch].default
-      if is_off and values[path] != FIELDS[path].default:
-        yield f"{show(path)} has no effect with {show(switch)}."
+  for switch, *others in _SWITCHES:
+    changed = [p for p in others if values[p] != FIELDS[p].default]
+    if changed and values[switch] == FIELDS[switch].default:
+      yield f"{show(changed[0])} has no effect with {show(switch)}."
   for metric, mode in (
     ("best_metric", "best_mode"),
     ("early_stopping.metric", "early_stopping.mode"),
   ):
-    is_known = values[metric] in ("none", *kinds.BEST_MODES)
+    is_known = values[metric] in ("none", *_BEST_MODES)
     if values[mode] == "auto" and not is_known:
       yield (
         f"{show(mode)} is not known for {show(metric)}: it must be 'min' if "
@@ -243,14 +241,10 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_wrappers(config: Mapping[str, Any]) -> None:
-  """Raises if wrappers do not fit each other, or the mesh."""
-  given = wrappers.from_config(config["wrappers"])
-  per_replica = config["mesh"]["per_replica"]
-  wrappers_config.add_accumulation(
-    given, config["accumulate_steps"], per_replica=per_replica
-  )
-  if per_replica or config["mesh"]["replica"] == 1:
+  """Raises if wrappers do not fit the mesh."""
+  if config["mesh"]["per_replica"] or config["mesh"]["replica"] == 1:
     return
+  given = wrappers.from_config(config["wrappers"])
   names = [base.name_of(w) for w in given if stack.reduces_gradients((w,))]
   if names:
     raise ValueError(

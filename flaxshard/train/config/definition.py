@@ -1,24 +1,45 @@
 """The fields of a training config: types, defaults and meanings.
 
-Each class is a group of fields. An annotation is the kind of the values, the
-value is the default, and a field without one is required. `check`, `defaults`,
-`--help=config` and docs/config.md follow from this declaration. Fields stand in
-the order in which they are read.
+Each class is a group of fields: a model of pydantic, which checks the values. A
+field without a default is required. `check`, `defaults`, `--help=config` and
+docs/config.md follow from this declaration. Fields stand in the order in which
+they are read.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from typing import Annotated, Any, get_args, get_type_hints, NamedTuple
+from typing import Annotated, Any, Literal, TypeGuard
 
-from flaxshard.core import policy
-from flaxshard.sparse import optimizer as sparse_optimizer
+import pydantic
+from pydantic.fields import FieldInfo
+
 from flaxshard.train.config import kinds
-from flaxshard.train.config.kinds import Kind
 
 
-class InitFrom:
+class Group(pydantic.BaseModel):
+  """Fields of a config, with the docstring of the class for meanings."""
+
+  # Strict: "3" is no number, and True is not 1.
+  model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+
+  @classmethod
+  def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+    """Takes the attributes in the docstring for the meanings of the fields."""
+    doc = inspect.cleandoc(cls.__doc__ or "")
+    for name, meaning in re.findall(r"^  (\w+): (.+(?:\n    .+)*)", doc, re.M):
+      cls.model_fields[name].description = " ".join(meaning.split())
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns dicts of the fields; their values, of any type, stay."""
+    return {
+      name: value.to_dict() if isinstance(value, Group) else value
+      for name, value in self
+    }
+
+
+class InitFrom(Group):
   """Parameters of a checkpoint to begin a run with.
 
   A run that resumes does not read them. See `flaxshard.checkpoint.init_from`.
@@ -42,19 +63,19 @@ class InitFrom:
     cast: Whether to round arrays to dtypes that cannot hold all their values.
   """
 
-  path: kinds.Text = ""
-  step: Annotated[int, kinds.at_least(-1)] = -1
-  item: kinds.Text = ""
-  subtree: kinds.Text = ""
-  rename: Annotated[Any, kinds.pairs("(pattern, replacement) pairs")] = ()
+  path: str = ""
+  step: Annotated[int, pydantic.Field(ge=-1)] = -1
+  item: str = ""
+  subtree: str = ""
+  rename: kinds.Pairs = ()
   keep: kinds.Patterns = ()
   ignore: kinds.Patterns = ()
-  transpose: Annotated[Any, kinds.pairs("(pattern, axes) pairs")] = ()
+  transpose: kinds.Pairs = ()
   reshape: kinds.Patterns = ()
-  cast: kinds.Boolean = False
+  cast: bool = False
 
 
-class Lora:
+class Lora(Group):
   """Low-rank factors to train in place of parameters.
 
   See `flaxshard.LoRA`.
@@ -74,10 +95,10 @@ class Lora:
   alpha: kinds.Positive = 16.0
   patterns: kinds.Patterns = ("kernel$",)
   train: kinds.Patterns = ()
-  batch_dims: Annotated[Any, kinds.pairs("(pattern, number) pairs")] = ()
+  batch_dims: kinds.Pairs = ()
 
 
-class Mesh:
+class Mesh(Group):
   """The devices, and how arrays are split over them.
 
   Attributes:
@@ -102,12 +123,12 @@ class Mesh:
   logical_devices: kinds.Count = 1
   axes: kinds.Axes = ()
   rules: kinds.Rules = ()
-  split: kinds.Split = {}  # noqa: RUF012
-  per_replica: kinds.Boolean = False
+  split: dict[str, tuple[int, ...]] = {}
+  per_replica: bool = False
   virtual_devices: kinds.Natural = 0
 
 
-class EarlyStopping:
+class EarlyStopping(Group):
   """Ends the run, with a checkpoint, when evaluations no longer improve.
 
   Attributes:
@@ -127,7 +148,7 @@ class EarlyStopping:
   min_delta: kinds.NotNegative = 0.0
 
 
-class Work:
+class Work(Group):
   """Task, model and data.
 
   Attributes:
@@ -144,15 +165,15 @@ class Work:
     seed: Seed of the initialization, the data order and dropout.
   """
 
-  task: kinds.Task = "classification"
-  model: kinds.Named = None
-  data: kinds.Named = None
+  task: kinds.Named = {"name": "classification"}
+  model: kinds.Named = {}
+  data: kinds.Named = {}
   batch_size: kinds.Count
   num_train_steps: kinds.Count
   seed: kinds.Natural = 0
 
 
-class Optimization:
+class Optimization(Group):
   """Optimization.
 
   Attributes:
@@ -187,33 +208,31 @@ class Optimization:
   """
 
   learning_rate: kinds.Positive
-  schedule: kinds.Named = "constant"
-  optimizer: kinds.Named = "adamw"
+  schedule: kinds.Named = {"name": "constant"}
+  optimizer: kinds.Named = {"name": "adamw"}
   accumulate_steps: kinds.Count = 1
   freeze: kinds.Patterns = ()
   learning_rates: kinds.LearningRates = ()
   sparse: kinds.Patterns = ()
-  sparse_semantics: Annotated[
-    str, kinds.one_of(*sparse_optimizer.SEMANTICS)
-  ] = "lazy"
-  precision: Annotated[str, kinds.one_of(*policy.NAMES)] = "float32"
+  sparse_semantics: Literal["lazy", "tf"] = "lazy"
+  precision: Literal["float32", "mixed_float16", "mixed_bfloat16"] = "float32"
   wrappers: kinds.Wrappers = ()
 
 
-class FineTuning:
+class FineTuning(Group):
   """Fine-tuning."""
 
-  init_from: InitFrom
-  lora: Lora
+  init_from: InitFrom = InitFrom()
+  lora: Lora = Lora()
 
 
-class Devices:
+class Devices(Group):
   """Devices."""
 
-  mesh: Mesh
+  mesh: Mesh = Mesh()
 
 
-class Metrics:
+class Metrics(Group):
   """Metrics and evaluation.
 
   Attributes:
@@ -226,11 +245,11 @@ class Metrics:
 
   log_every_steps: kinds.Count = 100
   eval_every_steps: kinds.Count = 1000
-  writer: Annotated[str, kinds.one_of("tensorboard", "none")] = "tensorboard"
+  writer: Literal["tensorboard", "none"] = "tensorboard"
   profile_steps: kinds.StepsRange = ()
 
 
-class Checkpoints:
+class Checkpoints(Group):
   """Checkpoints.
 
   Attributes:
@@ -257,7 +276,7 @@ class Checkpoints:
   keep_best: kinds.Count = 1
 
 
-class Run:
+class Run(Group):
   """The run.
 
   Attributes:
@@ -273,79 +292,41 @@ class Run:
       and after 20 skipped steps in a row with a loss scale at its floor.
   """
 
-  early_stopping: EarlyStopping
-  hooks: kinds.Hooks = ()
-  resume: Annotated[str, kinds.one_of("auto", "extend")] = "auto"
-  on_nonfinite: Annotated[str, kinds.one_of("stop", "continue")] = "stop"
+  early_stopping: EarlyStopping = EarlyStopping()
+  hooks: tuple[kinds.Named, ...] = ()
+  resume: Literal["auto", "extend"] = "auto"
+  on_nonfinite: Literal["stop", "continue"] = "stop"
 
 
+# Fields are read from the last base to the first.
 class Config(
-  Work, Optimization, FineTuning, Devices, Metrics, Checkpoints, Run
+  Run, Checkpoints, Metrics, Devices, FineTuning, Optimization, Work
 ):
   """A training config: the fields of all sections."""
 
 
-# The default of a field that every config must have.
-REQUIRED: Any = object()
-
-
-class Field(NamedTuple):
-  """A field, as `check` and `--help=config` read it.
-
-  Attributes:
-    type: Python type of the values, or Any.
-    kind: The values that are allowed.
-    default: The value if a config does not spell the field, or `REQUIRED`.
-    meaning: What the field does, in Markdown.
-  """
-
-  type: Any
-  kind: Kind
-  default: Any
-  meaning: str
-
-
-def read(group: type, prefix: str = "") -> dict[str, Field]:
-  """Returns the fields that a class declares, by path.
+def fields_of(group: type[Group], prefix: str = "") -> dict[str, FieldInfo]:
+  """Returns the fields of a class by path.
 
   A group is a field too, and comes before its fields.
 
   Example:
-    >>> list(read(Devices))[:2]
+    >>> list(fields_of(Devices))[:2]
     ['mesh', 'mesh.replica']
   """
-  meanings = _meanings(group)
   fields = {}
-  for name, hint in get_type_hints(group, include_extras=True).items():
+  for name, field in group.model_fields.items():
     path = prefix + name
-    if isinstance(hint, type):
-      kind = kinds.group(get_type_hints(hint))
-      fields[path] = Field(dict, kind, {}, _about(hint))
-      fields |= read(hint, f"{path}.")
-    else:
-      default = vars(group).get(name, REQUIRED)
-      value_type, kind = get_args(hint)
-      meaning = meanings.get(name, "")
-      fields[path] = Field(value_type, kind, default, meaning)
+    fields[path] = field
+    if is_group(field.annotation):
+      fields |= fields_of(field.annotation, f"{path}.")
   return fields
 
 
-def _about(group: type) -> str:
-  """Returns the docstring of a class without the attributes, as one line."""
-  return " ".join((group.__doc__ or "").split("Attributes:")[0].split())
+def is_group(kind: Any) -> TypeGuard[type[Group]]:
+  """Returns whether values of a type are dicts with fields of their own."""
+  return isinstance(kind, type) and issubclass(kind, Group)
 
 
-def _meanings(group: type) -> dict[str, str]:
-  """Returns the attributes in the docstring of a class."""
-  doc = inspect.getdoc(group) or ""
-  found = re.findall(r"^  (\w+): (.+(?:\n    .+)*)", doc, re.M)
-  return {name: " ".join(meaning.split()) for name, meaning in found}
-
-
-# Titles, and the fields below them.
-SECTIONS = [
-  (_about(section).rstrip("."), read(section)) for section in Config.__bases__
-]
-FIELDS = {
-  path: field for _, fields in SECTIONS for path, field in fields.items()
-}
+SECTIONS = tuple(reversed(Config.__bases__))
+FIELDS = fields_of(Config)

@@ -2,55 +2,57 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
+from typing import Any, get_args, get_origin, Literal
+
+from pydantic.fields import FieldInfo
 
 from flaxshard.train.config import definition
-from flaxshard.train.config.definition import Field
-
-_WIDTH = 79
 
 
 def help_text() -> str:
   """Returns all fields as text for a terminal."""
-  lines = [
-    "The fields of a config. A config file has what differs from the defaults;",
-    "--config.FIELD=VALUE sets a field on the command line. As a page:",
-    "https://flaxshard.github.io/flaxshard/config.html",
-  ]
-  for title, fields in definition.SECTIONS:
-    lines += ["", f"{title}:"]
-    for path, field in fields.items():
-      lines += ["", f"  {path}: {_facts(field)}"]
-      lines += textwrap.wrap(
-        field.meaning,
-        _WIDTH,
-        initial_indent=" " * 6,
-        subsequent_indent=" " * 6,
-        break_on_hyphens=False,
-      )
-  return "\n".join(lines).replace("`", "")
+  intro = (
+    "The fields of a config. A config file has what differs from the defaults; "
+    "--config.FIELD=VALUE sets a field on the command line. A name stands for "
+    'a dict with this "name". As a page: '
+    "https://flaxshard.github.io/flaxshard/config.html"
+  )
+  return "\n\n".join(
+    textwrap.fill(text, 79, break_on_hyphens=False, break_long_words=False)
+    for text in [intro, *markdown().split("\n\n")]
+  )
 
 
 def markdown() -> str:
   """Returns all fields in Markdown, a heading each, for docs/config.md."""
   lines = []
-  for title, fields in definition.SECTIONS:
-    lines += [f"## {title}", ""]
-    for path, field in fields.items():
+  for section in definition.SECTIONS:
+    lines.append(f"## {_about(section).rstrip('.')}")
+    for path, field in definition.fields_of(section).items():
       level = "#" * (3 + path.count("."))
-      facts = f"Allowed: {_facts(field)}."
-      lines += [f"{level} `{path}`", "", field.meaning, "", facts, ""]
-  return "\n".join(lines).strip()
+      meaning = field.description or _about(field.annotation)
+      lines += [f"{level} `{path}`", meaning, _facts(field)]
+  return "\n\n".join(lines)
 
 
-def _facts(field: Field) -> str:
+def _about(group: object) -> str:
+  """Returns the docstring of a group without the attributes, as one line."""
+  return " ".join((group.__doc__ or "").split("Attributes:")[0].split())
+
+
+def _facts(field: FieldInfo) -> str:
   """Returns what is allowed, and the default, in Markdown."""
-  # What is written in a config is code.
-  facts = re.sub(r'[({].*[)}]|"[^"]*"', r"`\g<0>`", field.kind.allowed)
-  if field.default is definition.REQUIRED:
-    return f"{facts}; required"
-  # Of a dict with fields, each has a default of its own.
-  return (
-    facts if field.type is dict else f"{facts}; default `{field.default!r}`"
-  )
+  kind: Any = field.annotation
+  if definition.is_group(kind):
+    return "A dict of the fields below."
+  if get_origin(kind) is Literal:
+    facts = [" or ".join(map(repr, get_args(kind)))]
+  else:
+    facts = [(get_origin(kind) or kind).__name__]
+  for bound, words in (("ge", "at least"), ("gt", "above")):
+    limits = [getattr(x, bound) for x in field.metadata if hasattr(x, bound)]
+    facts += [f"{words} {limit}" for limit in limits]
+  required = field.is_required()
+  facts.append("required" if required else f"default `{field.default!r}`")
+  return f"Allowed: {', '.join(facts)}."
