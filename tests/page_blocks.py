@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import dataclasses
 import pathlib
 import re
-import textwrap
+
+from markdown_it import MarkdownIt
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-_FENCE = re.compile(r"^ *(`{3,}|~{3,})(.*)$")
 _MARK = re.compile(r"<!-- tests: (\w+) -->")
 # Directives of Sphinx that show code, which this module would not see.
 _CODE_DIRECTIVES = {
@@ -78,40 +79,24 @@ def read(path: pathlib.Path) -> Page:
   """Returns the page in a file.
 
   Raises:
-    ValueError: The mark of the first line is unknown, or a block does not end.
+    ValueError: The mark of the first line is unknown.
   """
-  lines = path.read_text().splitlines()
-  mark = _MARK.fullmatch(lines[0].strip()) if lines else None
+  text = path.read_text()
+  mark = _MARK.match(text)
   if mark and mark[1] not in ("slow", "tpu"):
     raise ValueError(f"{path}:1: no mark of tests: {mark[1]!r}")
-  return Page(path, mark[1] if mark else "", tuple(_blocks(path, lines)))
+  return Page(path, mark[1] if mark else "", tuple(_blocks(text, 1)))
 
 
-def _blocks(path: pathlib.Path, lines: list[str]) -> list[Block]:
-  blocks = []
-  number = 0
-  while number < len(lines):
-    start = _FENCE.match(lines[number])
-    number += 1
-    if not start:
+def _blocks(text: str, line: int) -> Iterator[Block]:
+  """Yields the blocks of a text that begins in a line of the page."""
+  for token in MarkdownIt().parse(text):
+    if token.type != "fence":
       continue
-    fence, info = start.groups()
-    first = number
-    end = re.compile(rf" *{re.escape(fence[0])}{{{len(fence)},}} *")
-    while number < len(lines) and not end.fullmatch(lines[number]):
-      number += 1
-    if number == len(lines):
-      raise ValueError(f"{path}:{first}: the block does not end")
-    kind = (info.split() or [""])[0]
+    first = line + (token.map or [0])[0] + 1
+    kind = (token.info.split() or [""])[0]
     # A directive holds text, possibly with blocks in it.
     if kind.startswith("{") and kind not in _CODE_DIRECTIVES:
-      inner = ["", *lines[first:number]]
-      blocks += [
-        dataclasses.replace(block, line=block.line + first - 1)
-        for block in _blocks(path, inner)
-      ]
+      yield from _blocks(token.content, first)
     else:
-      text = textwrap.dedent("\n".join(lines[first:number]))
-      blocks.append(Block(kind, f"{text}\n", first + 1))
-    number += 1
-  return blocks
+      yield Block(kind, token.content, first)

@@ -27,6 +27,7 @@ PyTree = Any
 
 _MOVING = ("all-gather", "all-to-all", "collective-permute")
 _REDUCING = ("all-reduce", "reduce-scatter")
+_OF_ANY_SIZE = ("changed state", "host callback")
 _CALLBACKS = ("debug_callback", "debug_print", "io_callback", "pure_callback")
 
 
@@ -100,11 +101,10 @@ def check(
     >>> print(check(jax.jit(step), state, batch, min_bytes=1)[0].kind)
     donation
   """
-  minimum = checks.integer("min_bytes", min_bytes, minimum=0)
   if isinstance(ignore, str) or not all(isinstance(x, str) for x in ignore):
     raise TypeError(f"ignore must be a sequence of texts, got {ignore!r}.")
   compiled = step_lib.compile_call(step, state, batch, args, donate_argnums)
-  found = check_step(compiled, rules, minimum, ignore)
+  found = check_step(compiled, rules, min_bytes, ignore)
   if raise_on_finding and found:
     raise ValueError(f"check: {len(found)} findings:\n{found}")
   return found
@@ -122,31 +122,32 @@ def check_step(
     *_replicated_parameters(step, rules),
     *_replicated_slots(step),
     *_batch_on_every_device(step),
-    *_moved_batch(step),
-    *_gathered_activations(step),
+    *_moved_examples(step),
     *_float32_gradients(step),
     *_large_constants(step),
+    *_callbacks(step),
   ]
+  notes: tuple[str, ...] = ()
   if new_state is not None:
-    found += _kept_state(step, new_state)
-  found = [finding for finding in found if finding.nbytes >= min_bytes]
-  found += _callbacks(step)
-  if new_state is not None:
-    found += _changed_state(step, new_state)
-  kept = [x for x in found if not any(text in str(x) for text in ignore)]
-  kept.sort(key=lambda finding: finding.nbytes, reverse=True)
-  notes = []
-  if step.compiled is None:
-    notes.append(
+    found += _new_state(step, new_state)
+  elif step.compiled is None:
+    notes = (
       "The step does not fit the devices: what its program moves and "
-      "overwrites was not checked."
+      "overwrites was not checked.",
     )
-  elif new_state is None:
-    notes.append(
+  else:
+    notes = (
       "The step returns no state with the paths of the given one: its "
-      "donation, shardings and dtypes were not checked."
+      "donation, shardings and dtypes were not checked.",
     )
-  return Findings(tuple(kept), tuple(notes))
+  kept = [
+    finding
+    for finding in found
+    if finding.nbytes >= min_bytes or finding.kind in _OF_ANY_SIZE
+    if not any(text in str(finding) for text in ignore)
+  ]
+  kept.sort(key=lambda finding: finding.nbytes, reverse=True)
+  return Findings(tuple(kept), notes)
 
 
 def _parameters(step: Step) -> dict[str, Leaf]:
@@ -176,21 +177,21 @@ def _replicated_parameters(
     yield from findings.of_arrays(
       "replicated state",
       [x for x, y in zip(params, ruled, strict=True) if x.nbytes > y.nbytes],
-      "{paths} {are} not split as the rules say ({size} on each device). "
-      "Create the state with these rules: create_train_state(..., strategy=, "
-      "rules=).",
+      "not split as the rules say. Create the state with these rules: "
+      "create_train_state(..., strategy=, rules=).",
     )
     return
   # Layers are numbered. If most of them are split, all should be.
   alike = lambda x: (re.sub(r"\d+", "#", x.path), x.shape)
+  is_whole = lambda x: x.local_shape == x.shape
   layers: Counter[Any] = Counter()
   for x in params:
-    layers[alike(x)] += 1 if x.axes else -1
+    layers[alike(x)] += -1 if is_whole(x) else 1
   yield from findings.of_arrays(
     "replicated state",
-    [x for x in params if not x.axes and layers[alike(x)] > 0],
-    "{paths} {are} whole on every device ({size}), although other layers are "
-    "split. Add a rule that splits it, or pass rules= if it is meant so.",
+    [x for x in params if is_whole(x) and layers[alike(x)] > 0],
+    "whole, although other layers are split. Add a rule that splits it, or "
+    "pass rules= if it is meant so.",
   )
 
 
@@ -213,16 +214,17 @@ def _replicated_slots(step: Step) -> Iterator[Finding]:
   yield from findings.of_arrays(
     "replicated state",
     whole,
-    "{paths} {are} not split as the parameter is ({size} on each device). "
-    "Initialize it with the sharding of the parameter: "
-    "create_train_state(..., strategy=) does.",
+    "not split as the parameter is. Initialize it with the sharding of the "
+    "parameter: create_train_state(..., strategy=) does.",
   )
 
 
 def _batch_on_every_device(step: Step) -> Iterator[Finding]:
   if step.mesh is None or step.compiled is None or not step.batch_leaves:
     return
-  used = {axis for leaf in step.leaves for axis in leaf.axes}
+  used = {
+    axis for leaf in step.leaves for axes in leaf.axes_by_dim for axis in axes
+  }
   # A step may split its batch inside.
   used.update(axis for one in step.collectives for axis in one.along)
   idle = [n for n, k in step.mesh.shape.items() if k > 1 and n not in used]
@@ -246,7 +248,7 @@ def _batch_axes(step: Step) -> frozenset[str]:
       axis
       for leaf in step.batch_leaves
       if dim < len(leaf.shape)
-      for axis in leaf.axes_of_dim(dim)
+      for axis in leaf.axes_by_dim[dim]
     }
     if axes and step.mesh is not None:
       return frozenset(name for name in axes if step.mesh.shape[name] > 1)
@@ -278,72 +280,67 @@ def _gathers_state(step: Step) -> Callable[[Collective], bool]:
   sizes = {
     size // length
     for leaf in step.state_leaves
-    for size in (leaf.size, leaf.local_size)
+    for size in (math.prod(leaf.shape), leaf.local_size)
     for length in (1, *leaf.shape[:1])
     if length
   }
   return lambda one: any(array.size in sizes for array in one.results)
 
 
-def _moved_batch(step: Step) -> list[Finding]:
+def _moved_examples(step: Step) -> Iterator[Finding]:
+  """Finds examples, and activations of them, that devices exchange."""
+  of_state = _gathers_state(step)
+  moved = [
+    one
+    for one in _over_batch(step)
+    if one.kind in _MOVING and not of_state(one)
+  ]
   # As the batch, perhaps transposed: a program does not say what it moves.
   batch = {_lengths(leaf.local_shape) for leaf in step.batch_leaves}
-  of_state = _gathers_state(step)
-  return findings.of_lines(
+  yield from findings.of_lines(
     "batch",
-    [
-      one
-      for one in _over_batch(step)
-      if one.kind in _MOVING and not of_state(one)
-      if any(_lengths(array.dims) in batch for array in one.operands)
-    ],
-    "{kinds} of the batch over {axes} ({size} on each device), so devices "
-    "exchange examples. Split it along its first dimension alone, and do not "
-    "mix this dimension with others in a reshape or an index.",
+    [x for x in moved if any(_lengths(y.dims) in batch for y in x.operands)],
+    "devices exchange examples of the batch. Split it along its first "
+    "dimension alone, and do not mix this dimension with others in a reshape "
+    "or an index.",
   )
-
-
-def _gathered_activations(step: Step) -> list[Finding]:
-  of_state = _gathers_state(step)
-  return findings.of_lines(
+  yield from findings.of_lines(
     "activations",
-    [
-      one
-      for one in _over_batch(step)
-      if one.kind == "all-gather" and "jvp(" in one.op_name
-      if not of_state(one)
-    ],
-    "{kinds} of activations over {axes} ({size} on each device), so devices "
-    "exchange examples. Constrain activations to the sharding of the batch "
-    "with jax.lax.with_sharding_constraint.",
+    [x for x in moved if x.kind == "all-gather" and "jvp(" in x.op_name],
+    "devices exchange activations of the examples. Constrain them to the "
+    "sharding of the batch with jax.lax.with_sharding_constraint.",
   )
 
 
-def _float32_gradients(step: Step) -> list[Finding]:
+def _float32_gradients(step: Step) -> Iterator[Finding]:
   if step.device.platform == "cpu":
-    return []
-  return findings.of_lines(
+    return
+  yield from findings.of_lines(
     "float32 gradients",
     [
       dataclasses.replace(one, results=one.widened)
       for one in step.collectives
-      if one.kind in _REDUCING and one.group_size > 1
+      if one.kind in _REDUCING and one.group_size > 1 and one.widened
     ],
-    "{kinds} over {axes} of float32 that was cast from bfloat16 ({size} on "
-    "each device). Cast after the sum: half of the bytes are sent.",
+    "float32 that was cast from bfloat16. Cast after the sum: half of the "
+    "bytes are sent.",
   )
 
 
 def _large_constants(step: Step) -> Iterator[Finding]:
+  programs = [step.traced.jaxpr]
+  # Open ones have arguments in place of constants.
+  is_closed = lambda x: hasattr(x, "consts")
+  for eqn in jaxprs.equations(step.traced.jaxpr):
+    params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_closed)
+    programs += filter(is_closed, params)
   seen = set()
-  for jaxpr in _programs(step.traced.jaxpr):
-    if not hasattr(jaxpr, "consts"):
-      continue  # an open one, whose constants are arguments
-    for x, var in zip(jaxpr.consts, jaxpr.jaxpr.constvars, strict=True):
+  for program in programs:
+    for x, var in zip(program.consts, program.jaxpr.constvars, strict=True):
       if id(x) in seen or not hasattr(x, "shape"):
         continue
       seen.add(id(x))
-      readers = (eqn for eqn in jaxpr.eqns if var in eqn.invars)
+      readers = (eqn for eqn in program.eqns if var in eqn.invars)
       lines = map(source_lines.equation_line, readers)
       nbytes = math.prod(x.shape) * x.dtype.itemsize
       yield Finding(
@@ -354,15 +351,6 @@ def _large_constants(step: Step) -> Iterator[Finding]:
         source=next(filter(None, lines), ""),
         nbytes=nbytes,
       )
-
-
-def _programs(jaxpr: Any) -> Iterator[Any]:
-  """Yields a jaxpr and those in its equations, closed where JAX has them so."""
-  yield jaxpr
-  is_program = lambda x: hasattr(x, "eqns")
-  for eqn in jaxprs.equations(jaxpr):
-    params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)
-    yield from filter(is_program, params)
 
 
 def _callbacks(step: Step) -> Iterator[Finding]:
@@ -380,57 +368,44 @@ def _callbacks(step: Step) -> Iterator[Finding]:
     )
 
 
-def _kept_state(step: Step, new_state: Sequence[Leaf]) -> Iterator[Finding]:
-  yield from findings.of_arrays(
-    "donation",
-    [
-      before
-      for before, after in zip(step.state_leaves, new_state, strict=True)
-      # What comes back otherwise cannot overwrite it: `_changed_state` says so.
-      if (before.shape, before.dtype) == (after.shape, after.dtype)
-      if not before.donated
-    ],
-    "{paths} {are} not donated, so the old and the new state are in memory "
-    "together ({size} more). Jit the step with donate_argnums=0, or the "
-    "position of the state.",
-  )
-
-
-def _changed_state(step: Step, new_state: Sequence[Leaf]) -> Iterator[Finding]:
+def _new_state(step: Step, new_state: Sequence[Leaf]) -> Iterator[Finding]:
+  """Finds arrays of the state that are not donated, or come back otherwise."""
+  kept: list[Leaf] = []
   changed: dict[str, list[Leaf]] = {}
   for before, after in zip(step.state_leaves, new_state, strict=True):
     if change := _describe_change(before, after):
       changed.setdefault(change, []).append(after)
+    # What comes back otherwise cannot overwrite it; see `_describe_change`.
+    if (before.shape, before.dtype) == (after.shape, after.dtype):
+      kept += [] if before.donated else [before]
+  yield from findings.of_arrays(
+    "donation",
+    kept,
+    "not donated, so the old and the new state are in memory together. Jit "
+    "the step with donate_argnums=0, or the position of the state.",
+  )
   for change, leaves in changed.items():
-    yield from findings.of_arrays("changed state", leaves, "{paths}: " + change)
+    yield from findings.of_arrays("changed state", leaves, change)
 
 
 def _describe_change(before: Leaf, after: Leaf) -> str:
-  """Returns what an array was, what it came back as, and what that means."""
-  again = "so the second step compiles again"
-  lost = f"{again} and nothing can overwrite the old array"
-  if before.shape != after.shape:
-    return (
-      f"the shape {list(before.shape)} goes in, {list(after.shape)} comes "
-      f"back, {lost}. Return arrays of the same shapes."
-    )
-  if before.dtype != after.dtype:
-    return (
-      f"{before.dtype} goes in, {after.dtype} comes back, {lost}. Cast it back "
-      "in the step."
-    )
+  """Returns what an array was, what it came back as, and what to do; or ""."""
   old, new = before.sharding, after.sharding
+  if before.shape != after.shape:
+    change = f"the shape {before.shape} goes in, {after.shape}"
+    remedy = "Return arrays of the same shapes; nothing can overwrite the old."
+  elif before.dtype != after.dtype:
+    change = f"{before.dtype} goes in, {after.dtype}"
+    remedy = "Cast it back in the step; nothing can overwrite the old array."
   # PRNG keys: is_equivalent_to counts the dimensions of the array of keys.
-  if old and new and not old.is_equivalent_to(new, len(after.shape)):
+  elif old and new and not old.is_equivalent_to(new, len(after.shape)):
     old, new = (getattr(x, "spec", x) for x in (old, new))
-    return (
-      f"the sharding {old} goes in, {new} comes back, {again}. Pass "
-      "out_shardings= to jax.jit, with the shardings of the state."
-    )
-  if before.is_weak != after.is_weak:
+    change = f"the sharding {old} goes in, {new}"
+    remedy = "Pass out_shardings= to jax.jit, with the shardings of the state."
+  elif before.is_weak != after.is_weak:
     kinds = ("a strong type", "a weak type")
-    return (
-      f"{kinds[before.is_weak]} goes in, {kinds[after.is_weak]} comes back, "
-      f"{again}. Create it with a dtype, as in jnp.asarray(1.0, jnp.float32)."
-    )
-  return ""
+    change = f"{kinds[before.is_weak]} goes in, {kinds[after.is_weak]}"
+    remedy = "Create it with a dtype, as in jnp.asarray(1.0, jnp.float32)."
+  else:
+    return ""
+  return f"{change} comes back, so the second step compiles again. {remedy}"

@@ -52,15 +52,15 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   strategy = devices.create_compile_only_strategy(config, topology)
   loaded = load.load(config, task, shapes_only=True)
   setup = setup_lib.plan_setup(config, strategy, loaded)
-  # On such devices it allocates nothing, but warns of the precision.
-  setup.create_state()
   step = step_lib.compile_step(setup.trace, setup.arguments, setup_lib.BATCH)
   plan = plan_lib.plan_step(step, topology)
   rules = rules_lib.from_config(config.mesh.rules)
-  plan = dataclasses.replace(plan, findings=check.check_step(step, rules))
-  if ranks.store_agn(config) is not None:
-    plan = dataclasses.replace(plan, notes=(*plan.notes, _WORKER))
-  return plan
+  worker = () if ranks.store_agn(config) is None else (_WORKER,)
+  return dataclasses.replace(
+    plan,
+    notes=(*plan.notes, *worker),
+    findings=check.check_step(step, rules),
+  )
 
 
 def print_plans(config: Any, topologies: str, workdir: str | None) -> None:

@@ -70,46 +70,36 @@ class Findings:
 def of_arrays(
   kind: str, leaves: Sequence[Leaf], message: str
 ) -> Iterator[Finding]:
-  """Yields one finding for all leaves, the largest first; none for none.
-
-  Args:
-    kind: Its kind.
-    leaves: The arrays that it concerns.
-    message: Its text, which may have `{paths}`, `{are}` and `{size}`.
-  """
+  """Yields one finding for all leaves, the largest first; none for none."""
   if not leaves:
     return
   ordered = sorted(leaves, key=lambda leaf: leaf.nbytes, reverse=True)
   paths = tuple(leaf.path for leaf in ordered)
-  nbytes = sum(leaf.nbytes for leaf in ordered)
   listed = ", ".join(paths[:_MAX_LISTED])
   if len(paths) > _MAX_LISTED:
     listed += f" and {len(paths) - _MAX_LISTED} more"
-  text = (
-    message.replace("{paths}", listed)
-    .replace("{are}", "are" if len(paths) > 1 else "is")
-    .replace("{size}", checks.format_bytes(nbytes))
-  )
-  yield Finding(kind, text, paths, nbytes=nbytes)
+  nbytes = sum(leaf.nbytes for leaf in ordered)
+  yield Finding(kind, _with_size(listed, nbytes, message), paths, "", nbytes)
 
 
 def of_lines(
   kind: str, moved: Sequence[Collective], message: str
-) -> list[Finding]:
-  """Returns one finding for each of the user's lines."""
+) -> Iterator[Finding]:
+  """Yields one finding for each of the user's lines."""
   lines: dict[str, list[Collective]] = {}
   for one in moved:
     lines.setdefault(one.source, []).append(one)
-  found = []
   for source, group in lines.items():
-    nbytes = int(sum(x.executions * x.result_bytes for x in group))
-    axes = sorted({axis for one in group for axis in one.along})
-    text = message.format(
-      kinds=" and ".join(sorted({one.kind for one in group})),
-      axes=", ".join(map(repr, axes)),
-      size=checks.format_bytes(nbytes),
+    kinds = " and ".join(sorted({one.kind for one in group}))
+    axes = ", ".join(
+      sorted({repr(axis) for one in group for axis in one.along})
     )
+    nbytes = int(sum(x.executions * x.result_bytes for x in group))
+    text = _with_size(f"{kinds} over {axes}", nbytes, message)
     if not source:
       text += f" (In {group[0].op_name or 'the program'}.)"
-    found.append(Finding(kind, text, source=source, nbytes=nbytes))
-  return found
+    yield Finding(kind, text, source=source, nbytes=nbytes)
+
+
+def _with_size(what: str, nbytes: int, message: str) -> str:
+  return f"{what} ({checks.format_bytes(nbytes)} on each device): {message}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-import json
 import re
 
 from flaxshard.plans import hlo
@@ -39,25 +37,20 @@ def is_widened(
   for _ in range(1000):  # a bound, should a text be odd
     if [array.dtype for array in value.arrays] == ["bf16"]:
       return True
-    operands = value.operand_instructions
-    following: hlo.Instruction | None = None
     if value.opcode == "parameter" and callers:
-      given = callers.pop().operand_instructions
-      number = int(value.literal)
-      following = given[number] if number < len(given) else None
+      value = callers.pop().operands[int(value.literal)]
     elif value.opcode == "tuple" and elements:
-      following = operands[elements.pop()]
+      value = value.operands[elements.pop()]
     elif value.opcode == "get-tuple-element":
-      elements.append(int(value.attribute(r"index=(\d+)")))
-      following = operands[0]
+      elements.append(_index(value))
+      value = value.operands[0]
     elif value.opcode in _MOVES:
-      following = operands[0]
-    elif is_call(value) and value.called:
+      value = value.operands[0]
+    elif is_call(value) and (called := program.called(value)):
       callers.append(value)
-      following = program.computations[value.called[0]].root
-    if following is None:
+      value = called[0].root
+    else:
       return False
-    value = following
   return False
 
 
@@ -68,70 +61,62 @@ def trip_count(program: hlo.Program, loop: hlo.Instruction) -> int | None:
   TPU compiler does not: there the count follows from the counter's first
   value, its step and its bound.
   """
-  match = re.search(r'"?known_trip_count"?[:=]\s*(\{[^}]*\})', loop.attributes)
-  if match:
-    return int(json.loads(match[1])["n"])
-  condition = program.computations.get(loop.called_as("condition"))
-  body = program.computations.get(loop.called_as("body"))
-  if condition is None or body is None:
+  known = loop.attribute(r'known_trip_count"?[:=]\s*\{"?n"?:"?(\d+)')
+  if known:
+    return int(known)
+  condition, body = program.called(loop)
+  compare, compared = _inlined(program, condition.root)
+  if "direction=LT" not in compare.attributes:
     return None
-  compare, (counter, bound) = _inlined(program, condition.root, 2)
-  if compare is None or "direction=LT" not in compare.attributes:
+  counter, bound = compared
+  if counter.opcode != "get-tuple-element":
     return None
-  last = _integer(bound)
-  if counter is None or counter.opcode != "get-tuple-element" or last is None:
+  index = _index(counter)
+  first, last = _integer(_element(loop.operands[0], index)), _integer(bound)
+  add, terms = _inlined(program, _element(body.root, index))
+  steps = [x for x in map(_integer, terms) if x is not None]
+  if first is None or last is None or add.opcode != "add" or len(steps) != 1:
     return None
-  index = int(counter.attribute(r"index=(\d+)"))
-  first = _integer(_element(loop.operand_instructions[0], index))
-  add, terms = _inlined(program, _element(body.root, index), 2)
-  steps = [i for i in map(_integer, terms) if i is not None]
-  if first is None or add is None or add.opcode != "add" or len(steps) != 1:
-    return None
-  return max(0, -(-(last - first) // steps[0])) if steps[0] > 0 else None
+  return len(range(first, last, steps[0])) if steps[0] > 0 else None
 
 
 def _inlined(
-  program: hlo.Program, value: hlo.Instruction | None, count: int
-) -> tuple[hlo.Instruction | None, Sequence[hlo.Instruction | None]]:
+  program: hlo.Program, value: hlo.Instruction
+) -> tuple[hlo.Instruction, list[hlo.Instruction]]:
   """Returns an operation, which a fusion may hold alone, and its operands."""
-  nothing = [None] * count
-  value = None if value is None else _uncopied(value)
-  if value is None:
-    return None, nothing
-  operands = value.operand_instructions
+  value = _uncopied(value)
+  operands = value.operands
   if value.opcode == "fusion":
     given = operands
-    value = program.computations[value.called[0]].root
-    if value is None:
-      return None, nothing
+    value = program.called(value)[0].root
     # What the fusion is given takes the place of its parameters.
     operands = [
-      given[int(i.literal)] if i.opcode == "parameter" else i
-      for i in map(_uncopied, value.operand_instructions)
+      given[int(x.literal)] if x.opcode == "parameter" else x
+      for x in map(_uncopied, value.operands)
     ]
-  if len(operands) != count:
-    return None, nothing
-  return value, [_uncopied(i) for i in operands]
+  return value, list(map(_uncopied, operands))
 
 
-def _element(
-  value: hlo.Instruction | None, index: int
-) -> hlo.Instruction | None:
-  if value is None or value.opcode != "tuple":
-    return None
-  return value.operand_instructions[index]
+def _index(value: hlo.Instruction) -> int:
+  """Returns the number of the element that a `get-tuple-element` reads."""
+  return int(value.attribute(r"index=(\d+)"))
+
+
+def _element(value: hlo.Instruction, index: int) -> hlo.Instruction:
+  """Returns what makes an element of a tuple; else the value itself."""
+  return value.operands[index] if value.opcode == "tuple" else value
 
 
 def _uncopied(value: hlo.Instruction) -> hlo.Instruction:
   while value.opcode in ("bitcast", "convert", "copy"):
-    value = value.operand_instructions[0]
+    value = value.operands[0]
   return value
 
 
-def _integer(value: hlo.Instruction | None) -> int | None:
+def _integer(value: hlo.Instruction) -> int | None:
   """Returns the value of a constant; None if it is no integer."""
-  value = None if value is None else _uncopied(value)
-  if value is None or value.opcode != "constant":
-    return None
+  value = _uncopied(value)
   is_integer = re.fullmatch(r"-?\d+", value.literal)
-  return int(value.literal) if is_integer else None
+  return (
+    int(value.literal) if value.opcode == "constant" and is_integer else None
+  )

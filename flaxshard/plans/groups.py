@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import math
 import re
 from typing import NamedTuple
@@ -20,8 +19,11 @@ _MESH = re.compile(
   r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d, ]+))\))?"
   r" \{([^}]*)\}"
 )
-_LISTS = re.compile(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}")
-_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_LISTS = re.compile(
+  r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?)*)\}"
+)
+# Of a permutation, and of a transfer between slices.
+_PAIRS = re.compile(r"source_target_pairs=|\d->\d")
 _MESH_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 # A transfer between slices names slices (from 1) and devices of a slice.
@@ -37,8 +39,8 @@ Groups = tuple[tuple[int, ...], ...]
 def replica_groups(attributes: str, num_devices: int) -> Groups:
   """Returns the groups that an instruction's attributes name.
 
-  All forms are read: lists `{{0,1},{2,3}}`, an empty list (all devices), iota
-  `[2,4]<=[4,2]T(1,0)`, and a mesh with its axes
+  All forms are read: lists `{{0,1},{2,3}}`, also of pairs, an empty list (all
+  devices), iota `[2,4]<=[4,2]T(1,0)`, and a mesh with its axes
   `mesh['a'=4,'b'=2] {'a'}`, whose axes may be parts `'a':(2)2` of an axis.
 
   Args:
@@ -166,27 +168,21 @@ class Devices:
       instruction: A collective, or a `send` between slices.
     """
     attributes = instruction.attributes
-    are_pairs = False
     if instruction.opcode == "send":
-      groups, are_pairs = self._slice_transfer(attributes)
+      groups = self._slice_transfer(attributes)
     else:
-      pairs = _PAIRS.search(attributes)
-      are_pairs = pairs is not None
-      numbers = (
-        _lists(pairs[1]) if pairs else replica_groups(attributes, self._count)
-      )
       groups = tuple(
         tuple(positions[i] for i in group)
         for positions in self._positions
-        for group in numbers
+        for group in replica_groups(attributes, self._count)
       )
     size = max((len(set(group)) for group in groups), default=1)
     along = self._differing_axes(groups)
     # Devices that differ along some axes alone, and are as many as these have,
     # are all devices along them.
     whole = math.prod(self._mesh.shape[name] for name in along)
-    is_part = not are_pairs and any(len(group) != whole for group in groups)
-    axes = () if is_part else along
+    is_whole = all(len(group) == whole for group in groups)
+    axes = along if is_whole or _PAIRS.search(attributes) else ()
     across = any(len({self._slices[i] for i in group}) > 1 for group in groups)
     network = "none" if size < 2 else "dcn" if across else "ici"
     return Spanned(size, axes, along, network)
@@ -201,8 +197,8 @@ class Devices:
     names = zip(self._mesh.axis_names, differ, strict=True)
     return tuple(name for name, is_different in names if is_different)
 
-  def _slice_transfer(self, attributes: str) -> tuple[Groups, bool]:
-    """Returns the groups of a transfer between slices, and if they are pairs.
+  def _slice_transfer(self, attributes: str) -> Groups:
+    """Returns the groups, or the pairs, of a transfer between slices.
 
     Two forms are read: slices times devices, `"{1,2}x{0:7}"`, where devices
     with the same number in all slices are a group, and lists of groups or of
@@ -210,17 +206,15 @@ class Devices:
     """
     if match := _SLICE_PRODUCT.search(attributes):
       devices = range(int(match[2]), int(match[3]) + 1)
+      slices = _integers(match[1])
       return tuple(
-        tuple(self._positions[s - 1][d] for s in _integers(match[1]))
-        for d in devices
-      ), False
+        tuple(self._positions[s - 1][d] for s in slices) for d in devices
+      )
     match = _SLICE_LISTS.search(attributes)
-    lists: Sequence[Sequence[int]] = _lists(match[1]) if match else ()
-    groups = tuple(
+    return tuple(
       tuple(
         self._positions[n // _SLICE_NUMBER - 1][n % _SLICE_NUMBER]
         for n in group
       )
-      for group in lists
+      for group in (_lists(match[1]) if match else ())
     )
-    return groups, match is not None and "->" in match[1]

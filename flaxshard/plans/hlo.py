@@ -17,6 +17,7 @@ import math
 import re
 from typing import Any
 
+from flaxshard.core import checks
 from flaxshard.core import source_lines
 
 # Bits of one element. Types that are not listed (token, opaque) have no data.
@@ -39,9 +40,8 @@ _OPERAND = re.compile(r"%([^\s,()]+)")
 _PAREN = re.compile(r"[()]")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CALLED = re.compile(
-  r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
-  r"=%?([^\s,{}]+)"
-  r"|(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+  r"\b(?:calls|to_apply|condition|body|\w+_computations?)"
+  r"=(?:%?([^\s,{}]+)|\{([^}]*)\})"
 )
 # The tables of source locations at the head of the text.
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -96,20 +96,20 @@ class Instruction:
     name: Its name, without the leading `%`.
     opcode: Such as `fusion`.
     shape: Text of its shape.
-    operands: Names of its operands; for a parameter, constant or iota empty.
-    literal: Text between the parentheses: number of a parameter, value of a
-      constant.
+    operands: The instructions that make its operands.
+    literal: Text between the parentheses of one without operands: number of a
+      parameter, value of a constant.
     attributes: Text after the parentheses.
-    computation: The computation that it stands in.
+    users: The instructions that read its result.
   """
 
   name: str
   opcode: str
   shape: str
-  operands: tuple[str, ...]
+  operands: list[Instruction]
   literal: str
   attributes: str
-  computation: Computation
+  users: list[Instruction] = dataclasses.field(default_factory=list)
 
   @property
   def arrays(self) -> tuple[Array, ...]:
@@ -119,43 +119,12 @@ class Instruction:
   @property
   def op_name(self) -> str:
     """JAX's name stack, or the path of an entry parameter's argument."""
-    name = self.attribute(r'op_name="((?:[^"\\]|\\.)*)"')
-    if "\\" not in name:
-      return name
-    # The escapes of C, such as `\303\266` for ö.
-    decoded = name.encode().decode("unicode_escape")
-    return decoded.encode("latin-1").decode(errors="replace")
-
-  @property
-  def called(self) -> tuple[str, ...]:
-    """Names of the computations that it calls, in the order of the text."""
-    names: list[str] = []
-    # Name stacks may have any text, such as "body=x".
-    attributes = _QUOTED.sub("", self.attributes)
-    for single, several in _CALLED.findall(attributes):
-      found = [single] if single else several.split(",")
-      names.extend(name.strip().lstrip("%") for name in found)
-    return tuple(names)
-
-  def called_as(self, role: str) -> str:
-    """Returns the computation of one role, such as `body`; "" if none."""
-    return self.attribute(rf"\b{role}=%?([^\s,{{}}]+)")
+    return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"')
 
   def attribute(self, pattern: str) -> str:
     """Returns the first group of a pattern in the attributes, or ""."""
     match = re.search(pattern, self.attributes)
     return match[1] if match else ""
-
-  @property
-  def operand_instructions(self) -> list[Instruction]:
-    """The instructions that its operands name."""
-    by_name = self.computation.instructions
-    return [by_name[name] for name in self.operands if name in by_name]
-
-  @property
-  def users(self) -> list[Instruction]:
-    """The instructions that read its result."""
-    return self.computation.users.get(self.name, [])
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,16 +133,7 @@ class Computation:
 
   name: str
   instructions: dict[str, Instruction]
-  root: Instruction | None = None
-
-  @functools.cached_property
-  def users(self) -> dict[str, list[Instruction]]:
-    """For each name, the instructions that read the result."""
-    found: dict[str, list[Instruction]] = {}
-    for other in self.instructions.values():
-      for name in dict.fromkeys(other.operands):
-        found.setdefault(name, []).append(other)
-    return found
+  root: Instruction = dataclasses.field(init=False)
 
 
 @dataclasses.dataclass(eq=False)
@@ -198,43 +158,57 @@ class Program:
     for computation in self.computations.values():
       yield from computation.instructions.values()
 
+  def called(self, instruction: Instruction) -> list[Computation]:
+    """Returns the computations that an instruction calls, in their order.
+
+    Args:
+      instruction: The instruction; of a `while`, the condition comes first.
+    """
+    # Name stacks may have any text, such as "body=x".
+    attributes = _QUOTED.sub("", instruction.attributes)
+    names = [
+      name.strip().lstrip("%")
+      for single, several in _CALLED.findall(attributes)
+      for name in (single or several).split(",")
+    ]
+    return [self.computations[name] for name in names if name]
+
   def source_line(self, instruction: Instruction) -> str:
     """Returns where the user's code made an instruction, or ""."""
     return source_lines.user_line(self._frames(instruction))
 
   def _frames(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
+    """Yields the files and lines of an instruction, innermost first."""
     if file := instruction.attribute(r'source_file="([^"]*)"'):
       yield file, int(instruction.attribute(r"source_line=(\d+)") or 0)
-      return
-    frames, locations = self._stack_frames, self.tables["FileLocations"]
     number = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
-    for _ in frames:  # a bound, should a frame be its own parent
-      if number not in frames:
+    for _ in self._stack_frames:  # a bound, should a frame be its own parent
+      if number not in self._stack_frames:
         return
-      location, number = frames[number]
-      ids = _numbers(locations.get(location, ""))
-      file = self.tables["FileNames"].get(ids.get("file_name_id", 0), "")
-      yield file.strip('"'), ids.get("line", 0)
+      file, line, number = self._stack_frames[number]
+      yield file, line
 
   @functools.cached_property
-  def _stack_frames(self) -> dict[int, tuple[int, int]]:
-    """The location and the parent of each frame."""
-    frames = {}
-    for number, text in self.tables["StackFrames"].items():
-      ids = _numbers(text)
-      frames[number] = (
-        ids.get("file_location_id", 0),
-        ids.get("parent_frame_id", 0),
-      )
-    # XLA prints the parent's number plus one: an outermost frame 1 names
-    # itself.
-    if any(parent == number for number, (_, parent) in frames.items()):
-      frames = {k: (location, p - 1) for k, (location, p) in frames.items()}
-    return frames
+  def _stack_frames(self) -> dict[int, tuple[str, int, int]]:
+    """The file, the line and the parent of each frame."""
+    files, locations, frames = (
+      self.tables[name]
+      for name in ("FileNames", "FileLocations", "StackFrames")
+    )
+    # XLA may print the parent's number plus one: frame 1 then names itself.
+    offset = int(_number("parent_frame_id", frames.get(1, "")) == 1)
+    found = {}
+    for frame, text in frames.items():
+      location = locations[_number("file_location_id", text)]
+      file = files[_number("file_name_id", location)]
+      parent = _number("parent_frame_id", text) - offset
+      found[frame] = (file.strip('"'), _number("line", location), parent)
+    return found
 
 
-def _numbers(text: str) -> dict[str, int]:
-  return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", text)}
+def _number(name: str, text: str) -> int:
+  found = re.search(rf"\b{name}=(\d+)", text)
+  return int(found[1]) if found else 0
 
 
 def parse(compiled: Any) -> Program:
@@ -246,7 +220,6 @@ def parse(compiled: Any) -> Program:
 
   Raises:
     TypeError: `compiled` is none of these.
-    ValueError: The text is no HLO module.
 
   Example:
     >>> text = "HloModule m\n\nENTRY %e (x: f32[2]) -> f32[2] {\n"
@@ -256,18 +229,12 @@ def parse(compiled: Any) -> Program:
   """
   if isinstance(compiled, Program):
     return compiled
-  text = compiled
-  if hasattr(compiled, "as_text"):
-    text = compiled.as_text() or ""
-  if not isinstance(text, str):
+  text = compiled.as_text() if hasattr(compiled, "as_text") else compiled
+  if not isinstance(text, str) or not text.startswith("HloModule"):
     raise TypeError(
       "compiled must be a compiled program, such as"
-      f" jax.jit(f).lower(...).compile(), or its HLO text, got {compiled!r}."
-    )
-  if not text.startswith("HloModule"):
-    raise ValueError(
-      "compiled must be HLO text that begins with 'HloModule', got"
-      f" {text[:60]!r}."
+      " jax.jit(f).lower(...).compile(), or its HLO text, got "
+      f"{checks.describe(compiled)}."
     )
   return _parse_text(text)
 
@@ -278,7 +245,7 @@ def _parse_text(text: str) -> Program:
   table: dict[int, str] | None = None
   computations: dict[str, Computation] = {}
   computation: Computation | None = None
-  entry: Computation | None = None
+  entry = ""
   for line in lines[1:]:
     if not line:
       table = None
@@ -296,12 +263,10 @@ def _parse_text(text: str) -> Program:
       computation = Computation(match[2], {})
       computations[computation.name] = computation
       if match[1]:
-        entry = computation
-  if entry is None:
-    raise ValueError("compiled: the HLO text has no ENTRY computation.")
+        entry = computation.name
   partitions = re.search(r"num_partitions=(\d+)", lines[0])
   count = int(partitions[1]) if partitions else 1
-  return Program(count, computations, entry, tables)
+  return Program(count, computations, computations[entry], tables)
 
 
 def _parse_instruction(line: str, computation: Computation) -> None:
@@ -319,19 +284,19 @@ def _parse_instruction(line: str, computation: Computation) -> None:
   opcode = head[head.lastindex or 1]
   end = _closing_paren(line, head.end())
   inner = line[head.end() : end]
-  operands: tuple[str, ...] = ()
-  if opcode not in ("parameter", "constant", "iota"):
-    operands = tuple(_OPERAND.findall(inner))
+  instructions = computation.instructions
+  operands = [instructions[name] for name in _OPERAND.findall(inner)]
   instruction = Instruction(
     match[2],
     opcode,
     line[start : head.start(head.lastindex or 1) - 1],
     operands,
-    inner if not operands else "",
+    "" if operands else inner,
     line[end + 1 :],
-    computation,
   )
-  computation.instructions[instruction.name] = instruction
+  for operand in dict.fromkeys(operands):
+    operand.users.append(instruction)
+  instructions[instruction.name] = instruction
   if match[1]:
     computation.root = instruction
 

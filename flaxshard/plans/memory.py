@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 import dataclasses
 import re
@@ -134,16 +135,16 @@ def _bytes_of_fields(step: step_lib.Step) -> dict[str, int]:
   """Returns the bytes of each field of a state, and of each wrapper."""
   if not isinstance(step.state, train_state.TrainState):
     return {"state": sum(leaf.nbytes for leaf in step.state_leaves)}
-  fields: dict[str, int] = {}
+  fields: dict[str, int] = collections.defaultdict(int)
   for leaf in step.state_leaves:
-    name, _, rest = leaf.path.partition("/")
+    name, *rest = leaf.path.split("/")
     if name == "wrapper_states":
-      name = rest.partition("/")[0]
+      name = rest[0]
       # A collection of the model may have the name of a wrapper.
       if hasattr(step.state, name):
         name = f"wrapper_states/{name}"
-    fields[name] = fields.get(name, 0) + leaf.nbytes
-  return fields
+    fields[name] += leaf.nbytes
+  return dict(fields)
 
 
 def _usable_hbm(device: jax.Device) -> int | None:

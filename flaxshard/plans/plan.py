@@ -34,7 +34,6 @@ class Plan:
     device_kind: JAX's name of the devices.
     mesh: Sizes of the mesh axes by name; empty for one device without a mesh.
     compiler: Versions of JAX and the compiler.
-    seconds: Seconds for tracing and compiling the step.
     memory: The memory.
     traffic: The collectives of the program.
     period: Batches in a commit of AGN or an update of Accumulate, over which
@@ -48,7 +47,6 @@ class Plan:
   device_kind: str
   mesh: Mapping[str, int]
   compiler: str
-  seconds: float
   memory: Memory
   traffic: tuple[Collective, ...] = ()
   period: int = 1
@@ -67,21 +65,13 @@ class Plan:
     return f"Plan({self.title}, peak={memory_lib.show_size(self.memory.peak)})"
 
   def __str__(self) -> str:
-    return self.text()
-
-  def text(self, *, verbose: bool = False) -> str:
-    """Returns the plan as tables.
-
-    Args:
-      verbose: Whether each collective has a row of its own.
-    """
     lines = [
       f"plan of a step on {self.title}",
       "memory per device",
       *_aligned(memory_lib.rows_of(self.memory), numbers=(1,)),
     ]
     if not self.memory.refused:
-      lines += self._traffic_lines(verbose)
+      lines += self._traffic_lines()
     lines += self.notes
     if self.findings is not None:
       lines += ["check for mistakes", textwrap.indent(str(self.findings), "  ")]
@@ -91,25 +81,23 @@ class Plan:
     """Returns the plan as dicts, lists, strings and numbers, as in JSON."""
     values = dataclasses.asdict(self)
     values["memory"] |= {
-      "state": dict(self.memory.state),
       "fits": self.memory.fits,
       "excess": self.memory.excess,
     }
-    values["mesh"] = dict(self.mesh)
     for entry, collective in zip(values["traffic"], self.traffic, strict=True):
       entry["payload_bytes"] = collective.payload_bytes
       entry["link_bytes"] = collective.link_bytes
     return values
 
-  def _traffic_lines(self, verbose: bool) -> list[str]:
+  def _traffic_lines(self) -> list[str]:
     """Returns the traffic as a table, the most bytes first."""
     title = "traffic per step and device"
     if self.period > 1:
       title += f", that of commits and updates divided by {self.period} batches"
     groups: dict[tuple[object, ...], list[Collective]] = {}
-    for i, c in enumerate(self.traffic):
+    for c in self.traffic:
       key = (c.kind, c.axes, c.network, c.in_conditional, c.in_commit)
-      groups.setdefault((*key, i if verbose else 0), []).append(c)
+      groups.setdefault(key, []).append(c)
     rows = [self._row(group) for group in groups.values()]
     rows.sort(key=lambda row: -row[0])
     header = ("kind", "axes", "links", "count", "bytes", "sent", "from")
@@ -204,7 +192,6 @@ def plan_step(step: step_lib.Step, topology: str | None = None) -> Plan:
     device_kind=device.device_kind,
     mesh={} if mesh is None else dict(mesh.shape),
     compiler=versions,
-    seconds=step.seconds,
     memory=memory_lib.read_memory(step),
     traffic=step.collectives,
     period=_commit_period(step.state),
@@ -253,12 +240,8 @@ def _aligned(
   rows: Sequence[Sequence[str]], numbers: Sequence[int]
 ) -> list[str]:
   """Returns rows as lines; columns of numbers are aligned to the right."""
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  lines = []
-  for row in rows:
-    cells = [
-      cell.rjust(width) if i in numbers else cell.ljust(width)
-      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    lines.append(("  " + "  ".join(cells)).rstrip())
-  return lines
+  line = "  ".join(
+    f"{{:{'>' if i in numbers else '<'}{max(map(len, column))}}}"
+    for i, column in enumerate(zip(*rows, strict=True))
+  )
+  return [f"  {line.format(*row)}".rstrip() for row in rows]

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
-import time
 from typing import Any
 
 import jax
 
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import specs
 from flaxshard.plans import traffic
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +43,6 @@ class Leaf:
   is_read: bool = True
 
   @property
-  def size(self) -> int:
-    """Number of elements."""
-    return math.prod(self.shape)
-
-  @property
   def local_shape(self) -> tuple[int, ...]:
     """Its shape on each device."""
     if self.sharding is None:
@@ -66,22 +60,11 @@ class Leaf:
     return self.local_size * int(self.dtype.itemsize)
 
   @property
-  def axes(self) -> frozenset[str]:
-    """Mesh axes of more than one device that split it."""
+  def axes_by_dim(self) -> tuple[tuple[str, ...], ...]:
+    """Mesh axes along each dimension, also those of one device."""
     if not isinstance(self.sharding, jax.sharding.NamedSharding):
-      return frozenset()
-    shape = self.sharding.mesh.shape
-    names = (n for d in range(len(self.shape)) for n in self.axes_of_dim(d))
-    return frozenset(n for n in names if shape[n] > 1)
-
-  def axes_of_dim(self, dim: int) -> frozenset[str]:
-    """Mesh axes along one dimension, also those of one device."""
-    if not isinstance(self.sharding, jax.sharding.NamedSharding):
-      return frozenset()
-    entry = (*self.sharding.spec, *[None] * len(self.shape))[dim]
-    if entry is None or entry is P.UNCONSTRAINED:
-      return frozenset()
-    return frozenset(entry if isinstance(entry, tuple) else (entry,))
+      return ((),) * len(self.shape)
+    return specs.dims_of(self.sharding.spec, len(self.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +77,6 @@ class Step:
     traced: The traced step.
     compiled: The compiled program; None if the devices have too little memory.
     error: The compiler's message then; else "".
-    seconds: Seconds for tracing and compiling.
   """
 
   arguments: tuple[PyTree, ...]
@@ -102,7 +84,6 @@ class Step:
   traced: jax.stages.Traced
   compiled: Any
   error: str
-  seconds: float
 
   @property
   def state(self) -> PyTree:
@@ -189,22 +170,19 @@ class Step:
     if self.compiled is None:
       return None
     # The compiled program knows the shardings, the traced one the weak types.
-    results = jax.tree.map(
-      lambda x, traced: Leaf(
-        "", 0, x.shape, x.dtype, x.sharding, traced.weak_type
-      ),
-      self.compiled.out_info,
-      self.traced.out_info,
-    )
-    parts = results if type(results) in (tuple, list) else ()
-    for part in (results, *parts):
+    results = self.compiled.out_info, self.traced.out_info
+    parts = [results]
+    if type(results[0]) in (tuple, list):
+      parts += zip(*results, strict=True)
+    for part, traced in parts:
       # By its type and paths: static fields may differ from call to call.
       if type(part) is type(self.state) and (
         trees.paths(part) == trees.paths(self.state)
       ):
+        leaves = map(jax.tree.leaves, (part, traced))
         return [
-          dataclasses.replace(leaf, path=trees.path_string(path))
-          for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+          Leaf(old.path, 0, x.shape, x.dtype, x.sharding, weak.weak_type)
+          for old, x, weak in zip(self.state_leaves, *leaves, strict=True)
         ]
     return None
 
@@ -220,14 +198,10 @@ def compile_call(
 
   Raises:
     TypeError: `step` is not a function, or an argument has leaves that are not
-      arrays.
+      arrays; this is JAX's error.
     ValueError: `donate_argnums` is out of range, or given for a step that is
       jitted already.
   """
-  for name, tree in {"state": state, "batch": batch, "args": args}.items():
-    trees.check_arrays(name, tree)
-  if not callable(step):
-    raise TypeError(f"step must be a function, got {step!r}.")
   arguments = (state, batch, *args)
   jitted: Any = step
   if not callable(getattr(step, "trace", None)):
@@ -256,7 +230,6 @@ def compile_step(
   Returns:
     The step; without a program if the devices have too little memory for it.
   """
-  start = time.perf_counter()
   traced = trace()
   # That of nnx.jit holds JAX's.
   traced = getattr(traced, "traced", traced)
@@ -267,5 +240,4 @@ def compile_step(
     error = str(e)
     if "RESOURCE_EXHAUSTED" not in error:
       raise
-  seconds = time.perf_counter() - start
-  return Step(arguments, batch_argnum, traced, compiled, error, seconds)
+  return Step(arguments, batch_argnum, traced, compiled, error)

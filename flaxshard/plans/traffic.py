@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -25,10 +26,12 @@ KINDS = (
   "collective-broadcast",
 )
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'
+# Of a `send` between slices.
+_TRANSFER = r'_xla_megascale_transfer_type="(\w+)"'
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'
 # How far to look for a name stack: a transfer between slices stands some
 # instructions behind what made its operand.
-_NAME_DISTANCE = 8
+_NAME_DISTANCE = 9
 _NEIGHBORS = 8
 
 
@@ -72,13 +75,6 @@ class Collective:
   in_commit: bool = False
   op_name: str = ""
   source: str = ""
-
-  @property
-  def dtype(self) -> str:
-    """Type of the largest operand, such as `bf16`."""
-    if not self.operands:
-      return ""
-    return max(self.operands, key=lambda x: x.nbytes).dtype
 
   @property
   def operand_bytes(self) -> int:
@@ -151,9 +147,8 @@ def collectives(
     outside of it.
 
   Raises:
-    TypeError: `compiled` is no program, or `mesh` is no mesh.
-    ValueError: The text is no HLO module, or `mesh` has another number of
-      devices than the program.
+    TypeError: `compiled` is no program.
+    ValueError: `mesh` has another number of devices than the program.
 
   Example:
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -161,26 +156,9 @@ def collectives(
     >>> collectives(compiled, mesh)
     ()
   """
-  if not isinstance(mesh, jax.sharding.Mesh):
-    raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
   program = hlo.parse(compiled)
   reader = _Reader(program, groups.Devices(program, mesh))
-  return tuple(reader.read(program.entry, _Place()))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-  """The calls that reach a computation.
-
-  Attributes:
-    executions: Runs per call of the program.
-    known: Whether the program states the turns of all loops around it.
-    caller: The instruction that calls it; None of the program itself.
-  """
-
-  executions: float = 1
-  known: bool = True
-  caller: hlo.Instruction | None = None
+  return tuple(reader.read(program.entry))
 
 
 class _Reader:
@@ -195,84 +173,76 @@ class _Reader:
       (start.opcode, _channel(start))
       for call in program.instructions()
       if _STARTS in call.attributes
-      for start in call.operand_instructions
+      for start in call.operands
     }
 
   def read(
-    self, computation: hlo.Computation, place: _Place
+    self,
+    computation: hlo.Computation,
+    caller: hlo.Instruction | None = None,
   ) -> list[Collective]:
-    """Returns the collectives of a computation and those that it calls."""
+    """Returns the collectives of a computation and those that it calls.
+
+    Args:
+      computation: The computation.
+      caller: The instruction that calls it; None for the program itself.
+    """
     found = []
     for one in computation.instructions.values():
-      if one.opcode == "send":
-        found += self._slice_transfer(one, place)
+      if one.opcode == "send" and one.attribute(_TRANSFER):
+        found.append(self._slice_transfer(one, computation, caller))
       elif one.opcode.removesuffix("-start") in KINDS:
         if not self._is_continuation(one):
-          found.append(self._collective(one, place))
-      elif one.opcode == "conditional":
-        branches = [self._read(name, one, place) for name in one.called]
-        found += _merge(branches, one.name in self._commits)
-      elif one.opcode == "while":
-        turns = flow.trip_count(self._program, one)
-        inner = dataclasses.replace(
-          place,
-          executions=place.executions * (1 if turns is None else turns),
-          known=place.known and turns is not None,
-        )
-        for role in ("body", "condition"):
-          found += self._read(one.called_as(role), one, inner)
-      elif flow.is_call(one):
-        for name in one.called:
-          found += self._read(name, one, place)
+          found.append(self._collective(one, caller))
+      elif one.opcode in ("conditional", "while") or flow.is_call(one):
+        called = [self.read(x, one) for x in self._program.called(one)]
+        if one.opcode == "conditional":
+          found += _merge(called, one.name in self._commits)
+        elif one.opcode == "while":
+          turns = flow.trip_count(self._program, one)
+          found += [_repeat(x, turns) for x in itertools.chain(*called)]
+        else:
+          found += itertools.chain(*called)
     return found
 
-  def _read(
-    self, name: str, caller: hlo.Instruction, place: _Place
-  ) -> list[Collective]:
-    computation = self._program.computations.get(name)
-    if computation is None:
-      return []
-    return self.read(computation, dataclasses.replace(place, caller=caller))
-
-  def _collective(self, one: hlo.Instruction, place: _Place) -> Collective:
+  def _collective(
+    self, one: hlo.Instruction, caller: hlo.Instruction | None
+  ) -> Collective:
     kind = one.opcode.removesuffix("-start")
-    given = one.operand_instructions
     results = one.arrays
     if kind != one.opcode and kind != "all-reduce":
       # The shape is a tuple of operands, results, and the compiler's flags.
-      count = len(_arrays(given))
+      count = len(_arrays(one.operands))
       results = results[count : 2 * count]
-    caller = place.caller
     if kind == "all-reduce" and caller and caller.opcode == "fusion":
       # Each device cuts out its part in the same fusion.
-      if any(name.startswith("all-reduce-scatter") for name in caller.called):
+      called = self._program.called(caller)
+      if any(x.name.startswith("all-reduce-scatter") for x in called):
         kind, results = "reduce-scatter", caller.arrays
-    return self._describe(kind, one, given, results, place)
+    return self._describe(kind, one, one.operands, results, caller)
 
   def _slice_transfer(
-    self, send: hlo.Instruction, place: _Place
-  ) -> list[Collective]:
+    self,
+    send: hlo.Instruction,
+    computation: hlo.Computation,
+    caller: hlo.Instruction | None,
+  ) -> Collective:
     """Reads a transfer between slices: a `send` and a `recv` of one name."""
-    kind = send.attribute(r'_xla_megascale_transfer_type="(\w+)"')
-    if not kind:
-      return []
-    kind = kind.lower().replace("_", "-")
-    value = send.operand_instructions[0]
+    kind = send.attribute(_TRANSFER).lower().replace("_", "-")
+    value = send.operands[0]
     name = send.attribute(_RENDEZVOUS)
     received = [
       i.arrays[:1]
-      for i in send.computation.instructions.values()
+      for i in computation.instructions.values()
       if i.opcode == "recv" and i.attribute(_RENDEZVOUS) == name
     ]
-    return [
-      self._describe(
-        kind if kind in KINDS else "collective-permute",
-        send,
-        [value],
-        received[0] if received else value.arrays,
-        place,
-      )
-    ]
+    return self._describe(
+      kind if kind in KINDS else "collective-permute",
+      send,
+      [value],
+      received[0] if received else value.arrays,
+      caller,
+    )
 
   def _describe(
     self,
@@ -280,20 +250,15 @@ class _Reader:
     one: hlo.Instruction,
     given: Sequence[hlo.Instruction],
     results: tuple[hlo.Array, ...],
-    place: _Place,
+    caller: hlo.Instruction | None,
   ) -> Collective:
-    callers = [place.caller] if place.caller else []
-    named = _nearest_named([one, *callers])
+    named = _nearest_named([one, caller] if caller else [one])
     return Collective(
       kind,
       _arrays(given),
       results,
       *self._devices.spanned(one),
-      _arrays(
-        x for x in given if flow.is_widened(self._program, x, place.caller)
-      ),
-      place.executions,
-      place.known,
+      _arrays(x for x in given if flow.is_widened(self._program, x, caller)),
       op_name=named.op_name if named else "",
       source=self._program.source_line(named) if named else "",
     )
@@ -335,6 +300,15 @@ def _find_commits(program: hlo.Program) -> set[str]:
   return set()
 
 
+def _repeat(one: Collective, turns: int | None) -> Collective:
+  """Returns a collective of a loop's body, for all turns of the loop."""
+  return dataclasses.replace(
+    one,
+    executions=one.executions * (1 if turns is None else turns),
+    trip_count_known=one.trip_count_known and turns is not None,
+  )
+
+
 def _merge(
   branches: Sequence[Sequence[Collective]], is_commit: bool
 ) -> list[Collective]:
@@ -362,11 +336,9 @@ def _signature(one: Collective) -> tuple[object, ...]:
   """Returns what equal collectives of several branches share."""
   return (
     one.kind,
-    one.dtype,
     one.operand_bytes,
     one.axes,
     one.along,
-    one.group_size,
     one.executions,
     one.in_conditional,
   )
@@ -378,18 +350,13 @@ def _nearest_named(
   """Returns the nearest instruction that has a name stack, or None.
 
   The compiler drops the names of some instructions that it splits or adds.
-  First the given instructions themselves are asked, then what makes their
-  operands and what uses their results.
+  Those that make their operands, or use their results, may have them.
   """
-  for start in starts:
-    if start.op_name:
-      return start
-  for start in starts:
-    behind, ahead = [start], [start]
-    for _ in range(_NAME_DISTANCE):
-      behind = [i for b in behind for i in b.operand_instructions][:_NEIGHBORS]
-      ahead = [i for a in ahead for i in a.users][:_NEIGHBORS]
-      for near in (*behind, *ahead):
-        if near.op_name and near.opcode != "parameter":
-          return near
+  behind = ahead = list(starts)
+  for _ in range(_NAME_DISTANCE):
+    for near in (*behind, *ahead):
+      if near.op_name and near.opcode != "parameter":
+        return near
+    behind = [x for near in behind for x in near.operands][:_NEIGHBORS]
+    ahead = [x for near in ahead for x in near.users][:_NEIGHBORS]
   return None

@@ -364,10 +364,10 @@ def check_extra(
   for name in names:
     if name in reserved or (accepted is not None and name not in accepted):
       allowed = sorted({*replaceable, *(accepted or ())})
+      field = " no field that can be replaced, and" if replaceable else ""
       raise TypeError(
-        f"{name!r} cannot be replaced, and is no argument of the optimizer; "
-        f"allowed: {', '.join(allowed) or 'none'}."
-        f"{checks.did_you_mean(name, allowed)}"
+        f"{name!r} is{field} no argument of the optimizer; allowed: "
+        f"{', '.join(allowed) or 'none'}.{checks.did_you_mean(name, allowed)}"
       )
 
 

@@ -131,12 +131,6 @@ def test_notebooks_start_with_their_badge_and_the_same_first_cell() -> None:
     )
 
 
-def test_links_to_notebooks_exist() -> None:
-  for source in _SOURCES:
-    for name in re.findall(re.escape(_BADGE) + r"(\w+)", source.read_text()):
-      assert (source.parent / f"{name}.ipynb").exists(), (source.stem, name)
-
-
 # One notebook makes plans with the TPU compiler.
 @pytest.mark.tpu
 @pytest.mark.parametrize("source", _SOURCES, ids=lambda path: path.stem)

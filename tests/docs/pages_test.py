@@ -3,17 +3,13 @@
 CONTRIBUTING.md says how to write blocks that these tests take.
 """
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import page_blocks
 import page_commands
 import page_runner
 import pytest
-import xla_flags
 
 _PAGES = {page.name: page for page in page_blocks.pages()}
 _KINDS = ("python", "diff", "bash")
@@ -51,30 +47,6 @@ def test_blocks_run_in_order(name: str, tmp_path: pathlib.Path) -> None:
 )
 def test_commands_run_in_order(name: str, tmp_path: pathlib.Path) -> None:
   page_runner.run(_PAGES[name], tmp_path, ("bash",))
-
-
-@pytest.mark.slow
-def test_first_command_as_a_program(tmp_path: pathlib.Path) -> None:
-  commands = re.findall(
-    r"^flaxshard (--config=digits) --workdir=\S+$",
-    "\n".join(block.text for page in _PAGES.values() for block in page.blocks),
-    re.M,
-  )
-  arguments = [
-    *(commands[0], f"--workdir={tmp_path}", "--config.num_train_steps=2"),
-    *("--config.model.features=(4,)", "--config.model.dense=16"),
-  ]
-  result = subprocess.run(
-    [sys.executable, "-m", "flaxshard", *arguments],
-    cwd=page_blocks.ROOT,
-    env={**os.environ, "XLA_FLAGS": xla_flags.FAST, "JAX_PLATFORMS": "cpu"},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert result.returncode == 0, result.stderr
-  assert "done: step 2" in result.stderr
-  assert (tmp_path / "training.png").exists()
 
 
 def test_what_covers_a_block_exists_and_is_needed() -> None:

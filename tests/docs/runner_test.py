@@ -20,25 +20,6 @@ def run(tmp_path, text, kinds=("python", "bash")):
 @pytest.mark.parametrize(
   ("code", "text"),
   [
-    ("print('a b')\nprint('c')", "a b\nc"),
-    ("print('a b')\nprint('c')", "a ... c"),
-    ("int('a')", "ValueError: invalid literal for int() ...: 'a'"),
-    ("raise ValueError('one\\ntwo')", "two"),
-    ("import warnings\nwarnings.warn('a b')", "UserWarning: a\nb"),
-    ("raise SystemExit('end')", "SystemExit: end"),
-  ],
-)
-def test_text_after_python_is_what_it_gives(tmp_path, code, text):
-  page = (
-    f"# A\n\n```python\n{code}\n```\n\nThis prints\n\n```text\n{text}\n```\n"
-  )
-  page_runner.check_kinds(read(tmp_path, page))
-  run(tmp_path, page)
-
-
-@pytest.mark.parametrize(
-  ("code", "text"),
-  [
     ("print('a')", "b"),
     ("print('a')", "ValueError: a"),
     ("raise ValueError('a')", "ValueError: b"),

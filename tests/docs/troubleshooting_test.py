@@ -46,9 +46,3 @@ def test_messages_in_headings_exist(name: str) -> None:
     if part not in outputs and part not in _strings_of_the_code()
   ]
   assert not missing
-
-
-def test_every_page_is_in_the_index() -> None:
-  index = (_FOLDER.parent / "troubleshooting.md").read_text()
-  listed = re.findall(r"\(troubleshooting/(\w+)\.md#", index)
-  assert set(listed) == set(_PAGES)

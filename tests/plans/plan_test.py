@@ -122,8 +122,6 @@ def test_a_plan_is_text_and_json(planned):
   plan = planned[2]
   for fact in ("replica=8", "params", "loss_scale", "agn", "virtual CPU"):
     assert fact in str(plan)
-  text = plan.text(verbose=True)
-  assert text.count("all-reduce") == len(plan.traffic)
   values = json.loads(json.dumps(plan.to_dict()))
   assert values["memory"]["state"] == plan.memory.state
   assert len(values["traffic"]) == len(plan.traffic)
@@ -229,7 +227,6 @@ def test_collectives_are_grouped():
     "TPU v5 lite",
     {"replica": 4},
     "jax",
-    1.0,
     plans.Memory({"params": 4}, 4, peak=8),
     traffic=(
       collective(source="a.py:1"),
@@ -245,14 +242,13 @@ def test_collectives_are_grouped():
   assert "all-gather other groups DCN 1 160 B 120 B".split() in lines
   assert "all-reduce replica ICI 0.1 if 4 B 6 B".split() in lines
   assert "total 606 B".split() in lines
-  assert len(plan.text(verbose=True).splitlines()) == len(lines) + 1
 
 
 @pytest.mark.parametrize(
   ("step", "batch", "options", "kind", "fact"),
   [
-    (3, np.ones(2), {}, TypeError, "step .* 3"),
-    (loss_step, {"x": "text"}, {}, TypeError, r"batch\[x\]"),
+    (3, np.ones(2), {}, TypeError, "got 3"),
+    (loss_step, {"x": "text"}, {}, TypeError, r"batch\['x'\]"),
     (jax.jit(loss_step), 1.0, {"donate_argnums": 0}, ValueError, "argnums=0"),
   ],
 )
