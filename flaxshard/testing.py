@@ -126,13 +126,14 @@ def _entries(
   for kind, given in expected.items():
     if isinstance(given, Traffic):
       given = [given]
-    elif not all(isinstance(x, Traffic) for x in given):
-      given = [Traffic(given)]
-    for traffic in given:
-      axes = [traffic.axes] if isinstance(traffic.axes, str) else traffic.axes
+    traffic = [x for x in given if isinstance(x, Traffic)]
+    if not traffic or len(traffic) < len(given):
+      traffic = [Traffic(given)]  # type: ignore[arg-type]
+    for one in traffic:
+      axes = [one.axes] if isinstance(one.axes, str) else one.axes
       # No collective spans an axis of one device.
       spanned = tuple(axis for axis in axes if mesh.shape[axis] > 1)
-      entries.append((kind, dataclasses.replace(traffic, axes=spanned)))
+      entries.append((kind, dataclasses.replace(one, axes=spanned)))
   return entries
 
 
