@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 import contextlib
 import functools
-import importlib.util
 import os
 import re
 from typing import Any
@@ -86,15 +85,6 @@ def abstract_array(
   )
 
 
-def has_libtpu() -> bool:
-  """Returns whether the TPU compiler is installed."""
-  # JAX looks for the library in the same two places.
-  path = os.environ.get("TPU_LIBRARY_PATH")
-  return bool(path and os.path.isfile(path)) or (
-    importlib.util.find_spec("libtpu") is not None
-  )
-
-
 def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
   """Returns the devices of a topology, in the order of the TPU compiler.
 
@@ -117,10 +107,6 @@ def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
       "slice along each axis, such as 'v5e:2x4', 'v5p:4x4x8', or '2*v5e:2x4' "
       "for two slices."
     )
-  if not has_libtpu():
-    raise ValueError(
-      f'topology={name!r} needs the TPU compiler: pip install "flaxshard[tpu]".'
-    )
   slices = int(match[1] or 1)
   if num_slices is not None:
     if match[1] not in (None, str(num_slices)):
@@ -131,8 +117,10 @@ def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
     slices = checks.integer("num_slices", num_slices, minimum=1)
   try:
     return _compiler_devices(match[2], match[3], slices)
-  except jax.errors.JaxRuntimeError as e:
-    raise ValueError(f"topology={name!r}: {e}") from e
+  except RuntimeError as e:  # of the compiler, or for the lack of one
+    raise ValueError(
+      f"topology={name!r}: {e} (flaxshard[tpu] installs the TPU compiler.)"
+    ) from e
 
 
 @functools.cache

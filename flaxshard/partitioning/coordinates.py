@@ -15,31 +15,29 @@ from flaxshard.core import checks
 Lengths = tuple[int, int, int, int]
 
 
-def integer_array(argument: str, value: Any, *shape: int | None) -> np.ndarray:
-  """Returns `value` as an array of integers of the given shape.
+def integers(argument: str, value: Any, ndim: int) -> np.ndarray:
+  """Returns coordinates as an int64 array of `ndim` dimensions, a copy.
 
   Args:
     argument: Name of the argument, for error messages.
-    value: An array, or nested lists of integers.
-    *shape: The expected shape; None stands for any length of at least 1.
-
-  Returns:
-    An int64 array, a copy.
+    value: An array, or nested lists of integers, `[..., 4]`.
+    ndim: The expected number of dimensions.
 
   Raises:
-    ValueError: The shape is wrong.
+    ValueError: The shape is wrong, or there are no coordinates.
     TypeError: An element is not an integer.
   """
-  lengths = ", ".join("n" if n is None else str(n) for n in shape)
-  expected = f"{argument} must be integers of shape [{lengths}], got"
   array = np.asarray(value)
-  if array.ndim != len(shape) or not all(
-    m == n or (n is None and m) for m, n in zip(array.shape, shape, strict=True)
-  ):
-    raise ValueError(f"{expected} shape {list(array.shape)}.")
+  if array.ndim != ndim or array.shape[-1] != 4 or not array.size:
+    raise ValueError(
+      f"{argument} must have {ndim} dimensions, the last one of x, y, z and "
+      f"core, got shape {list(array.shape)}."
+    )
   # Signed or unsigned integers; booleans and floats are other kinds.
   if array.dtype.kind not in "iu":
-    raise checks.ArgumentTypeError(f"{expected} {value!r}.")
+    raise checks.ArgumentTypeError(
+      f"{argument} must be integers, got {value!r}."
+    )
   return array.astype(np.int64)
 
 
@@ -54,11 +52,10 @@ def mesh_lengths(argument: str, value: Any) -> Lengths:
     ValueError: Not four, or not positive.
     TypeError: A length is not an integer.
   """
-  x, y, z, cores = integer_array(argument, value, 4).tolist()
-  if min(x, y, z, cores) < 1:
-    raise ValueError(
-      f"{argument} must be four positive integers, got {(x, y, z, cores)}."
-    )
+  x, y, z, cores = (
+    checks.integer(f"{argument}[{i}]", length, minimum=1)
+    for i, length in enumerate(value)
+  )
   return x, y, z, cores
 
 
@@ -77,9 +74,9 @@ def raise_if_any(
     condition: The condition that they violate, such as "must be even".
   """
   if invalid.any():
-    at = np.unravel_index(int(invalid.argmax()), invalid.shape)
-    name = f"{argument}[{', '.join(map(str, at))}]" if at else argument
-    raise ValueError(f"{name} {condition}, got {coordinates[at].tolist()}.")
+    at = np.argwhere(invalid)[0].tolist()
+    got = coordinates[tuple(at)].tolist()
+    raise ValueError(f"{argument}{at or ''} {condition}, got {got}.")
 
 
 def all_coordinates(shape: Sequence[int]) -> np.ndarray:
@@ -131,7 +128,7 @@ def place(
       appear twice.
     TypeError: An element is not an integer.
   """
-  coordinates = integer_array(argument, value, None, None, 4)
+  coordinates = integers(argument, value, 3)
   check_inside(argument, coordinates, mesh_shape)
   numbers = np.arange(coordinates[..., 0].size).reshape(coordinates.shape[:2])
   places = tuple(np.moveaxis(coordinates, -1, 0))

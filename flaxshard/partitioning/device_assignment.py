@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-import dataclasses
 import math
 from typing import Any
 
@@ -20,7 +19,6 @@ _ORDER_MODES = ("auto", "ring", "mesh")
 _BUILD = "DeviceAssignment.build"
 
 
-@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class DeviceAssignment:
   """Assigns a core of a topology to each logical core of each replica.
 
@@ -53,22 +51,17 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
   Source: `tf.tpu.experimental.DeviceAssignment`.
   """
 
-  topology: Topology
-  core_assignment: np.ndarray
-  _device_numbers: np.ndarray  # [replicas, cores per replica]
-
   def __init__(
     self, topology: Topology, core_assignment: npt.ArrayLike
   ) -> None:
     argument = "DeviceAssignment: core_assignment"
-    coordinates, _ = coordinates_lib.place(
+    self.topology = topology
+    self.core_assignment, _ = coordinates_lib.place(
       argument, core_assignment, topology.mesh_shape
     )
-    # A frozen dataclass rejects plain assignment.
-    vars(self).update(
-      topology=topology,
-      core_assignment=coordinates,
-      _device_numbers=topology.device_numbers(coordinates, argument),
+    # [replicas, cores per replica]
+    self._device_numbers = topology.device_numbers(
+      self.core_assignment, argument
     )
 
   @classmethod
@@ -147,20 +140,6 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
   def num_cores_per_replica(self) -> int:
     """The number of logical cores of each replica."""
     return self.core_assignment.shape[1]
-
-  @property
-  def devices(self) -> np.ndarray:
-    """The JAX devices: an object array [replicas, cores per replica].
-
-    Raises:
-      ValueError: The topology was made without devices.
-    """
-    if self.topology.devices is None:
-      raise ValueError(
-        f"DeviceAssignment.devices: {self.topology!r} has no devices; create "
-        "the topology with Topology.from_devices."
-      )
-    return self.topology.devices.ravel()[self._device_numbers]
 
   # -- Lookups.
 
@@ -301,11 +280,6 @@ def _lay_out(
   slice_shape = topology.slice_shape
   # The box that `stride` interleaved replicas along each axis share.
   footprint = np.multiply(shape, stride)
-  if (footprint > slice_shape).any():
-    raise ValueError(
-      f"{_BUILD}: computation_shape times computation_stride must fit in "
-      f"{slice_shape}, a slice of {topology!r}, got {shape} times {stride}."
-    )
   # The most replicas that fit along each axis of a slice.
   counts = (slice_shape // footprint * stride).tolist()
   capacity = math.prod(counts)

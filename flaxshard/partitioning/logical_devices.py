@@ -7,7 +7,7 @@ partitioner. Outside of a trace they move the array. They never change a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import itertools
 import math
 from typing import Any
@@ -47,8 +47,7 @@ def assign(
   mesh: jax.sharding.Mesh, x: Any, logical_device_id: int
 ) -> jax.Array:
   """Puts a tensor on one device; see `Strategy.assign_to_logical_device`."""
-  method, x = "assign_to_logical_device", _as_array("tensor", x)
-  return _call(method, mesh, logical_device_id, lambda x: x, (x,))
+  return on_device(mesh, logical_device_id, lambda x: x, x)
 
 
 def on_device(
@@ -59,7 +58,21 @@ def on_device(
 ) -> PyTree:
   """Calls a function on one device; see `Strategy.on_logical_device`."""
   method, args = "on_logical_device", _as_arrays("args", args)
-  return _call(method, mesh, logical_device_id, fn, args)
+  index = checks.integer(
+    "logical_device_id",
+    logical_device_id,
+    minimum=0,
+    maximum=mesh_lib.num_logical_devices(mesh) - 1,
+  )
+  if not _is_concrete(*jax.tree.leaves(args)):
+    return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
+  compile_only.check_can_run(method, mesh)
+  device = mesh_lib.logical_device_mesh(mesh, index)
+  # Arrays that `fn` creates, such as jnp.zeros(2), are on the device too. A
+  # logical device may have no device in this process, hence the None.
+  with jax.default_device((*device.local_devices, None)[0]):
+    out = _as_arrays("the result of fn", fn(*_move(device, args)))
+  return _move(device, out)
 
 
 # -- All devices of a replica.
@@ -112,31 +125,6 @@ def _keep_replica_split(
 
 
 # -- One device of a replica.
-
-
-def _call(
-  method: str,
-  mesh: jax.sharding.Mesh,
-  logical_device_id: Any,
-  fn: Callable[..., PyTree],
-  args: tuple[PyTree, ...],
-) -> PyTree:
-  """Calls a function of arrays on one logical device of each replica."""
-  index = checks.integer(
-    "logical_device_id",
-    logical_device_id,
-    minimum=0,
-    maximum=mesh_lib.num_logical_devices(mesh) - 1,
-  )
-  if not _is_concrete(*jax.tree.leaves(args)):
-    return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
-  compile_only.check_can_run(method, mesh)
-  device = mesh_lib.logical_device_mesh(mesh, index)
-  # Arrays that `fn` creates, such as jnp.zeros(2), are on the device too. A
-  # logical device may have no device in this process, hence the None.
-  with jax.default_device((*device.local_devices, None)[0]):
-    out = _as_arrays("the result of fn", fn(*_move(device, args)))
-  return _move(device, out)
 
 
 def _run_in_branch(
@@ -300,52 +288,29 @@ def partition_spec(
     for i, count in enumerate(partition_dimensions)
   ]
   sizes = {axis: mesh.shape[axis] for axis in mesh_lib.logical_axes(mesh)}
-  if len(pieces) != len(shape):
+  count = math.prod(sizes.values())
+  if len(pieces) != len(shape) or math.prod(pieces) != count:
     raise ValueError(
       f"{name} must have one number for each dimension of the tensor, which "
-      f"has shape {shape}: {len(shape)}, got {len(pieces)}."
-    )
-  if math.prod(pieces) != math.prod(sizes.values()):
-    raise ValueError(
-      f"{name}: the product must be the number of logical devices, "
-      f"{math.prod(sizes.values())}, got {math.prod(pieces)}."
+      f"has shape {shape}, and as product the number of logical devices, "
+      f"{count}; got {len(pieces)} numbers with the product "
+      f"{math.prod(pieces)}."
     )
   # An axis of size 1 splits nothing.
-  dims = _choose_axes([a for a in sizes if sizes[a] > 1], sizes, pieces)
-  if dims is None:
-    raise ValueError(
-      f"{name} cannot be built from the mesh axes {sizes}: the number of "
-      "pieces of each dimension must be a product of axis sizes. Every "
-      "partition is possible with a mesh_shape of prime sizes, or with a "
-      "device_assignment and no mesh_shape."
-    )
-  spec = P(*dims)
-  specs_lib.check(name, spec, shape, mesh)
-  return spec
-
-
-def _choose_axes(
-  names: Sequence[str], sizes: Mapping[str, int], pieces: Sequence[int]
-) -> list[tuple[str, ...]] | None:
-  """Returns mesh axes for each dimension, or None if there is no solution.
-
-  It tries smaller sets of axes first, and sets of one size in the order of the
-  mesh. If all sizes are equal, the pieces lie in row-major order.
-
-  Args:
-    names: The mesh axes that are still unused, in the order of the mesh.
-    sizes: The sizes of the mesh axes.
-    pieces: The number of pieces of each dimension that is left.
-  """
-  if not pieces:
-    return []
-  # A mesh has few axes, so trying all combinations is fast.
-  for count in range(len(names) + 1):
-    for axes in itertools.combinations(names, count):
-      if math.prod(sizes[name] for name in axes) != pieces[0]:
-        continue
-      unused = [name for name in names if name not in axes]
-      rest = _choose_axes(unused, sizes, pieces[1:])
-      if rest is not None:
-        return [axes, *rest]
-  return None
+  axes = [axis for axis in sizes if sizes[axis] > 1]
+  # A mesh has few axes, so trying all combinations is fast. If all sizes are
+  # equal, the first one has the pieces in row-major order.
+  for dims in itertools.product(range(len(shape)), repeat=len(axes)):
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    for axis, dim in zip(axes, dims, strict=True):
+      entries[dim] += (axis,)
+    spec = P(*entries)
+    if list(specs_lib.parts(spec, len(shape), sizes)) == pieces:
+      specs_lib.check(name, spec, shape, mesh)
+      return spec
+  raise ValueError(
+    f"{name} cannot be built from the mesh axes {sizes}: the number of pieces "
+    "of each dimension must be a product of axis sizes. Every partition is "
+    "possible with a mesh_shape of prime sizes, or with a device_assignment "
+    "and no mesh_shape."
+  )

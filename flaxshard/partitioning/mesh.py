@@ -8,7 +8,6 @@ devices of a replica get one axis for each prime factor of their number: `m0`,
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping, Sequence
 import math
 from typing import Any
@@ -55,11 +54,10 @@ def create(
   if isinstance(device_assignment, Topology):
     if device_assignment.devices is None:
       raise ValueError(
-        f"device_assignment={device_assignment!r} has no devices; create the "
-        "topology with Topology.from_devices or Topology.named, or pass a "
-        "DeviceAssignment of it."
+        f"{device_assignment!r} has no devices; create it with "
+        "Topology.from_devices or Topology.named."
       )
-    devices, is_ordered = device_assignment.devices.ravel().tolist(), False
+    devices, is_ordered = device_assignment.devices.tolist(), False
   elif not isinstance(device_assignment, DeviceAssignment | None):
     raise TypeError(
       "device_assignment must be a DeviceAssignment, a Topology or its name, "
@@ -204,25 +202,21 @@ def assigned_devices(
     ValueError: There are fewer devices than the assignment needs.
   """
   topology = assignment.topology
-  if devices is None and topology.devices is not None:
-    return assignment.devices
-  if devices is None:
-    devices = compile_only.all_devices()
-  # Sorting is stable: each process keeps the order of its devices.
-  by_task = sorted(devices, key=lambda device: device.process_index)
-  sizes = collections.Counter(device.process_index for device in by_task)
   numbers = topology.device_numbers(assignment.core_assignment)
-  # One process can stand in for all tasks of a topology.
-  is_complete = len(sizes) == 1 or set(sizes.values()) == {
-    topology.num_tpus_per_task
-  }
-  if not is_complete or numbers.max() >= len(by_task):
+  if devices is None and topology.devices is not None:
+    return topology.devices.ravel()[numbers]
+  found = Topology.from_devices(devices)
+  assert found.devices is not None
+  # One process can stand in for all tasks.
+  is_complete = found.num_tpus_per_task == topology.num_tpus_per_task
+  size = found.devices.size
+  if numbers.max() >= size or not (is_complete or found.num_tasks == 1):
     raise ValueError(
       f"device_assignment needs device {numbers.max()} of {topology!r}, got "
-      f"{len(by_task)} devices in {len(sizes)} processes; all processes must "
-      "have the devices of a task."
+      f"{size} devices in {found.num_tasks} processes; all processes must have "
+      "the devices of a task."
     )
-  return np.array(by_task, object)[numbers]
+  return found.devices.ravel()[numbers]
 
 
 def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
@@ -249,20 +243,15 @@ def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
       f"{where} must be a dict of axis sizes, such as "
       "{'replica': 4, 'model': 2}."
     )
-  batch_axes = sorted(_BATCH_AXES.intersection(mesh_shape))
-  if REPLICA not in mesh_shape and batch_axes:
-    raise ValueError(
-      f"{where} has no axis 'replica': one replica would compute all of each "
-      f"batch on each of {num_devices} devices. Name the axis that batches are "
-      f"split over 'replica' instead of {batch_axes[0]!r}, or write 'replica': "
-      f"1 as well, if {batch_axes[0]!r} is an axis of its logical devices."
-    )
   if REPLICA not in mesh_shape:
-    checks.warn(
+    message = (
       f"{where} has no axis 'replica', so there is one replica, which computes "
-      "all of each batch. Write 'replica': 1 to say so, or name the axis that "
-      "batches are split over 'replica'."
+      f"all of each batch on each of {num_devices} devices. Name the axis that "
+      "batches are split over 'replica', or write 'replica': 1 as well."
     )
+    if not _BATCH_AXES.isdisjoint(mesh_shape):
+      raise ValueError(message)
+    checks.warn(message)
   sizes = {REPLICA: 1}
   for name, size in mesh_shape.items():
     sizes[name] = checks.integer(f"mesh_shape[{name!r}]", size, minimum=-1)

@@ -50,8 +50,8 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 _ALLOWED = (
-  "allowed: a pair (regex, PartitionSpec), a pair (logical name, mesh axis or "
-  "tuple of axes or None), and last 'fsdp' or an FSDP"
+  "allowed: a sequence of pairs (regex, PartitionSpec), pairs (logical name, "
+  "mesh axis or tuple of axes or None), and last 'fsdp' or an FSDP"
 )
 
 
@@ -197,14 +197,20 @@ def from_config(value: Any, *, argument: str = "rules") -> Rules:
     >>> from_config((("mlp_in/kernel", (None, "model")), "fsdp"))
     (('mlp_in/kernel', P(None, 'model')), 'fsdp')
   """
-  rules: Rules = value
-  if registry.is_dict(value):
-    rules = registry.call(argument, value, {"fsdp": FSDP})
-  elif isinstance(value, (tuple, list)):
-    rules = tuple(
-      _entry_from_config(f"{argument}[{i}]", entry)
-      for i, entry in enumerate(registry.to_plain(value))
-    )
+
+  def convert(name: str, entry: Any) -> Any:
+    if registry.is_dict(entry):
+      return registry.call(name, entry, {"fsdp": FSDP})
+    match entry:
+      case (pattern, tuple() as spec):
+        return pattern, P(*spec)
+    return entry
+
+  if isinstance(value, (tuple, list)):
+    entries = enumerate(registry.to_plain(value))
+    rules: Rules = tuple(convert(f"{argument}[{i}]", x) for i, x in entries)
+  else:
+    rules = convert(argument, value)
   # Parse now, so that an error names the field of the config.
   _parse(rules, argument)
   return rules
@@ -230,9 +236,8 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
     rules = () if rules is None else (rules,)
   # A PartitionSpec is a sequence too.
   if isinstance(rules, P) or not isinstance(rules, Sequence):
-    raise TypeError(
-      f"{argument} must be None, 'fsdp', an FSDP or a sequence, got {rules!r}; "
-      f"{_ALLOWED}."
+    raise checks.ArgumentTypeError(
+      f"{argument}={rules!r} are no rules; {_ALLOWED}."
     )
   regexes: list[tuple[str, str, P]] = []
   logical: list[tuple[str, Any]] = []
@@ -244,43 +249,21 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
       case FSDP() | "fsdp" if i == len(rules) - 1:
         fsdp = rule if isinstance(rule, FSDP) else FSDP()
         axes = fsdp.axis
-      case FSDP() | "fsdp":
-        raise PatternError(f"{where} must be the last entry; {_ALLOWED}.")
-      case str():
-        hint = checks.did_you_mean(rule, ["fsdp"])
-        if not hint and len(rules) == 2:
-          # ("kernel", P()) is two rules, (("kernel", P()),) is one.
-          hint = f" A single pair needs a comma: ({tuple(rules)!r},)."
-        raise PatternError(f"{name}: unknown name {rule!r}; {_ALLOWED}.{hint}")
       case (str(pattern), P() as spec):
         patterns.check(name, [pattern])
         regexes.append((where, pattern, spec))
-      case (str(pattern), axes):
+      case (str(pattern), axes) if all(
+        isinstance(axis, str) for axis in specs_lib.axes_of(axes)
+      ):
         # Flax's logical_to_mesh_axes takes tuples, not lists.
         axes = tuple(axes) if isinstance(axes, list) else axes
         logical.append((pattern, axes))
       case _:
-        raise TypeError(f"{name} must be a rule, got {rule!r}; {_ALLOWED}.")
-    if not all(isinstance(axis, str) for axis in specs_lib.axes_of(axes)):
-      raise TypeError(
-        f"{where}: the second of a pair must be a PartitionSpec, such as "
-        "PartitionSpec(None, 'model'), or the mesh axes of a logical name; "
-        f"{_ALLOWED}."
-      )
+        raise checks.ArgumentTypeError(f"{where} is no rule; {_ALLOWED}.")
     if mesh is not None:
       axes = P(specs_lib.axes_of(axes))
       specs_lib.check(where, axes, None, mesh, PatternError)
   return _Rules(regexes, logical, fsdp)
-
-
-def _entry_from_config(name: str, entry: Any) -> Any:
-  """Converts one entry of a config's rules; `_parse` refuses unknown forms."""
-  if registry.is_dict(entry):
-    return registry.call(name, entry, {"fsdp": FSDP})
-  if not isinstance(entry, tuple) or len(entry) != 2:
-    return entry
-  pattern, value = entry
-  return pattern, P(*value) if isinstance(value, tuple) else value
 
 
 def _split_further(

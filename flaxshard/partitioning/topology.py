@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -20,7 +19,6 @@ from flaxshard.partitioning.coordinates import Lengths
 _NOT_TPU = ("cpu", "gpu", "cuda", "rocm")
 
 
-@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Topology:
   """A mesh of cores, and the task that drives each core.
 
@@ -61,12 +59,6 @@ class Topology:
   Source: `tf.tpu.experimental.Topology`.
   """
 
-  mesh_shape: tuple[int, int, int, int]
-  device_coordinates: np.ndarray
-  devices: np.ndarray | None
-  num_slices: int
-  _device_numbers: np.ndarray  # [*mesh_shape]; -1 without a device
-
   def __init__(
     self,
     mesh_shape: npt.ArrayLike,
@@ -83,25 +75,16 @@ class Topology:
       )
     if device_coordinates is None:
       device_coordinates = coordinates_lib.all_coordinates(shape)[None]
-    coordinates, numbers = coordinates_lib.place(
+    self.mesh_shape = shape
+    # The numbers are [*mesh_shape], with -1 where there is no device.
+    self.device_coordinates, self._device_numbers = coordinates_lib.place(
       "Topology: device_coordinates", device_coordinates, shape
     )
     if devices is not None:
       devices = coordinates_lib.read_only(devices, object)
-      if devices.shape != coordinates.shape[:2]:
-        raise ValueError(
-          "Topology: devices must have the shape of device_coordinates without "
-          f"its last dimension, {list(coordinates.shape[:2])}, got "
-          f"{list(devices.shape)}."
-        )
-    # A frozen dataclass rejects plain assignment.
-    vars(self).update(
-      mesh_shape=shape,
-      device_coordinates=coordinates,
-      devices=devices,
-      num_slices=num_slices,
-      _device_numbers=numbers,
-    )
+      devices = devices.reshape(self.device_coordinates.shape[:2])
+    self.devices: np.ndarray | None = devices
+    self.num_slices = num_slices
 
   @classmethod
   def from_devices(
@@ -113,17 +96,16 @@ class Topology:
 
     Tasks are the processes in ascending order. The coordinates of TPUs are
     shifted so that each slice starts at zeros. Other devices get a mesh of
-    shape (devices per process, processes per slice, slices, 1), and each
-    process keeps the order of its devices. For GPUs, JAX numbers the nodes as
-    slices. Within a task, devices are numbered with cores fastest, then x, y
-    and z.
+    shape (devices per process, processes, 1, 1), and each process keeps the
+    order of its devices. Within a task, devices are numbered with cores
+    fastest, then x, y and z.
 
     Args:
       devices: The devices; None means `jax.devices()`.
-      mesh_shape: Four lengths. Devices other than TPUs fill this mesh slice by
-        slice and process by process, with cores fastest, then x, y and z. Eight
-        CPU devices can simulate a TPU of shape (2, 2, 1, 2). For TPUs
-        it must be the shape that they have.
+      mesh_shape: Four lengths. Devices other than TPUs fill this mesh process
+        by process, with cores fastest, then x, y and z. Eight CPU devices can
+        simulate a TPU of shape (2, 2, 1, 2). For TPUs it must be the shape that
+        they have.
 
     Raises:
       ValueError: There are no devices, two have the same place, processes have
@@ -219,7 +201,7 @@ class Topology:
 
   def _task_and_device(self, coordinates: npt.ArrayLike) -> tuple[int, int]:
     argument = "device_coordinates"
-    checked = coordinates_lib.integer_array(argument, coordinates, 4)
+    checked = coordinates_lib.integers(argument, coordinates, 1)
     number = int(self.device_numbers(checked, argument))
     return divmod(number, self.num_tpus_per_task)
 
@@ -283,24 +265,6 @@ class Topology:
     task, device = self._task_and_device(device_coordinates)
     return f"{_job_prefix(job)}/task:{task}/device:TPU:{device}"
 
-  def device_at(self, device_coordinates: npt.ArrayLike) -> jax.Device:
-    """Returns the JAX device at coordinates.
-
-    Args:
-      device_coordinates: Four ints: x, y, z, and the core.
-
-    Raises:
-      ValueError: The topology was made without `devices`, or the coordinates
-        are outside of the mesh or have no device.
-      TypeError: They are not integers.
-    """
-    if self.devices is None:
-      raise ValueError(
-        f"Topology.device_at: {self!r} has no devices; create the topology "
-        "with Topology.from_devices."
-      )
-    return self.devices[self._task_and_device(device_coordinates)]
-
   def __repr__(self) -> str:
     slices = f", num_slices={self.num_slices}" if self.num_slices > 1 else ""
     return (
@@ -342,34 +306,35 @@ def _read_topology(
   """
   argument = "Topology.from_devices: devices"
   listed = list(devices)
-  if not listed:
-    raise ValueError(f"{argument} must have at least one device, got none.")
   # NumPy would turn a list of sequence-like objects into a 2D array.
   flat = np.empty(len(listed), object)
   flat[:] = listed
-  # `np.unique` numbers the processes and slices without gaps.
+  # `np.unique` numbers the processes without gaps.
   processes = [device.process_index for device in flat]
   tasks = np.unique(processes, return_inverse=True)[1]
-  slices = np.unique([slice_index(d) for d in flat], return_inverse=True)[1]
-  num_slices = int(slices.max()) + 1
-  per_task = _check_equal_counts(argument, "processes", tasks)
+  counts = np.bincount(tasks).tolist()
+  if len(set(counts)) != 1:
+    raise ValueError(
+      f"{argument} must be equally many in all processes, at least one, got "
+      f"{counts}."
+    )
   if mesh_shape is not None:
     mesh_shape = coordinates_lib.mesh_lengths(
       "Topology.from_devices: mesh_shape", mesh_shape
     )
+  num_slices = 1
   if all(map(is_tpu, flat)):
-    shape, coordinates = _read_tpu_coordinates(argument, flat, slices)
+    shape, coordinates, num_slices = _read_tpu_coordinates(argument, flat)
   else:
-    per_slice = _check_equal_counts(argument, "slices", slices)
-    shape = mesh_shape or (per_task, per_slice // per_task, num_slices, 1)
+    shape = mesh_shape or (counts[0], len(counts), 1, 1)
     if math.prod(shape) != len(flat):
       raise ValueError(
         "Topology.from_devices: the product of mesh_shape must be the number "
         f"of devices, {len(flat)}, got {shape}."
       )
     coordinates = np.empty((len(flat), 4), np.int64)
-    by_slice_and_task = np.lexsort((tasks, slices))
-    coordinates[by_slice_and_task] = coordinates_lib.all_coordinates(shape)
+    by_task = np.argsort(tasks, kind="stable")
+    coordinates[by_task] = coordinates_lib.all_coordinates(shape)
   if mesh_shape not in (None, shape):
     raise ValueError(
       "Topology.from_devices: mesh_shape must be the shape of the TPUs, "
@@ -377,33 +342,19 @@ def _read_topology(
     )
   x, y, z, core = coordinates.T
   # The last key of lexsort is the primary one.
-  order = np.lexsort((core, x, y, z, tasks)).reshape(-1, per_task)
+  order = np.lexsort((core, x, y, z, tasks)).reshape(len(counts), -1)
   return shape, coordinates[order], flat[order], num_slices
 
 
-def _check_equal_counts(argument: str, kind: str, numbers: np.ndarray) -> int:
-  """Returns the number of devices of each process or slice, if all are equal.
-
-  Args:
-    argument: Name of the devices, for the error message.
-    kind: "processes" or "slices".
-    numbers: int [devices], the number of each device's process or slice.
-  """
-  counts = np.bincount(numbers)
-  if counts.min() != counts.max():
-    raise ValueError(
-      f"{argument} must be equally many in all {kind}, got {counts.tolist()}."
-    )
-  return int(counts[0])
-
-
 def _read_tpu_coordinates(
-  argument: str, devices: np.ndarray, slices: np.ndarray
-) -> tuple[Lengths, np.ndarray]:
-  """Returns the shape of the mesh of TPUs, and each device's coordinates."""
+  argument: str, devices: np.ndarray
+) -> tuple[Lengths, np.ndarray, int]:
+  """Returns the mesh of TPUs, each one's coordinates, the number of slices."""
   coordinates = np.array(
     [(*d.coords, getattr(d, "core_on_chip", 0)) for d in devices]
   )
+  # Numbered without gaps.
+  slices = np.unique(list(map(slice_index, devices)), return_inverse=True)[1]
   num_slices = int(slices.max()) + 1
   shapes = []
   for number in range(num_slices):
@@ -417,4 +368,4 @@ def _read_tpu_coordinates(
     )
   x, y, z, cores = shapes[0]
   coordinates[:, 2] += z * slices
-  return (x, y, z * num_slices, cores), coordinates
+  return (x, y, z * num_slices, cores), coordinates, num_slices

@@ -146,7 +146,6 @@ def test_lookups():
 # -- Mistakes.
 
 SOME = fs.Topology((2, 2, 1, 1), [[ORIGIN, [1, 0, 0, 0], [0, 1, 0, 0]]])
-FULL = fs.Topology((4, 4, 1, 2))
 # Two tasks of two chips, each with a core of each replica.
 ACROSS = fs.DeviceAssignment(
   topology_in_blocks((4, 1, 1, 1), (2, 1, 1)),
@@ -154,67 +153,42 @@ ACROSS = fs.DeviceAssignment(
 )
 
 
-def build_full(**arguments):
-  return lambda: fs.DeviceAssignment.build(FULL, **arguments)
+def full(num_replicas=1, **arguments):
+  topology = fs.Topology((4, 4, 1, 2))
+  fs.DeviceAssignment.build(topology, num_replicas=num_replicas, **arguments)
 
 
-def assign_some(cores):
-  return lambda: fs.DeviceAssignment(SOME, cores)
+def assign(*cores):
+  fs.DeviceAssignment(SOME, list(cores))
 
 
 @pytest.mark.parametrize(
-  ("call", "error", "facts"),
+  ("call", "facts"),
   [
-    (lambda: ACROSS.coordinates(-1, 0), ValueError, ("replica", "got -1")),
-    (lambda: ACROSS.tpu_ordinal(2), ValueError, ("replica", "1", "got 2")),
-    (lambda: ACROSS.tpu_device(0, 1.0), TypeError, ("logical_core", "1.0")),
-    (lambda: ACROSS.lookup_replicas(2, 0), ValueError, ("task_id", "got 2")),
-    (lambda: ACROSS.lookup_replicas(1, 0), ValueError, ("[0], got 1",)),
-    (assign_some([ORIGIN]), ValueError, ("core_assignment", "[1, 4]")),
-    (assign_some([[[0.0] * 4]]), TypeError, ("core_assignment", "integers")),
+    (lambda: ACROSS.coordinates(-1, 0), "replica .*got -1"),
+    (lambda: ACROSS.tpu_ordinal(2), "replica .* 1, got 2"),
+    (lambda: ACROSS.tpu_device(0, 1.0), "logical_core .*1.0"),
+    (lambda: ACROSS.lookup_replicas(2, 0), "task_id .*got 2"),
+    (lambda: ACROSS.lookup_replicas(1, 0), r"\[0\], got 1"),
+    (lambda: assign(ORIGIN), r"core_assignment .*\[1, 4\]"),
+    (lambda: assign([[0.0] * 4]), "core_assignment .*integers"),
+    (lambda: assign([ORIGIN], [[0, 2, 0, 0]]), r"\[1, 0\] .*0, 2, 0"),
+    (lambda: assign([[1, 1, 0, 0]]), r"a device, got \[1, 1, 0, 0\]"),
+    (lambda: assign([ORIGIN], [ORIGIN]), r"\[0, 0\] .*another core"),
+    (lambda: full(33), "num_replicas .* 32, .*got 33"),
+    (lambda: full(5, computation_shape=(2, 2, 1, 2)), "at most 4"),
+    (lambda: full(computation_shape=(5, 1, 1, 1)), r"\(5, 1, 1, 1\)"),
+    (lambda: full(computation_shape=(0, 1, 1, 1)), r"shape\[0\]"),
     (
-      assign_some([[ORIGIN], [[0, 2, 0, 0]]]),
-      ValueError,
-      ("core_assignment[1, 0]", "got [0, 2, 0, 0]"),
+      lambda: full(computation_stride=(3, 1, 1, 1), computation_shape=(2,) * 4),
+      r"computation_stride \(3, 1, 1, 1\)",
     ),
-    (
-      assign_some([[[1, 1, 0, 0]]]),
-      ValueError,
-      ("core_assignment", "a device", "got [1, 1, 0, 0]"),
-    ),
-    (
-      assign_some([[ORIGIN], [ORIGIN]]),
-      ValueError,
-      ("core_assignment[0, 0]", "another core"),
-    ),
-    (build_full(num_replicas=33), ValueError, ("num_replicas", "32", "33")),
-    (
-      build_full(num_replicas=5, computation_shape=(2, 2, 1, 2)),
-      ValueError,
-      ("num_replicas", "4"),
-    ),
-    (
-      build_full(computation_shape=(5, 1, 1, 1)),
-      ValueError,
-      ("computation_shape", "fit", "(4, 4, 1, 2)"),
-    ),
-    (
-      build_full(computation_stride=(3, 1, 1, 1), computation_shape=(2,) * 4),
-      ValueError,
-      ("computation_stride", "got (2, 2, 2, 2) times (3, 1, 1, 1)"),
-    ),
-    (
-      build_full(device_order_mode="snake"),
-      ValueError,
-      ("device_order_mode", "'auto', 'ring'", "'snake'"),
-    ),
+    (lambda: full(device_order_mode="snake"), "'ring'.*'snake'"),
   ],
 )
-def test_mistakes(call, error, facts):
-  with pytest.raises(error) as e:
+def test_mistakes(call, facts):
+  with pytest.raises(ValueError, match=facts):
     call()
-  for fact in facts:
-    assert fact in str(e.value)
 
 
 # -- On several slices, which a slower network connects.

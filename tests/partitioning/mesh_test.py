@@ -40,6 +40,13 @@ def by_hand(num_tasks=1):
   return fs.DeviceAssignment(topology, cores)
 
 
+def of_shape(**mesh_shape):
+  return {"mesh_shape": mesh_shape}
+
+
+HAND = {"device_assignment": by_hand()}
+
+
 @pytest.mark.parametrize(
   "shape, replicas, axes, mode",
   [
@@ -64,37 +71,25 @@ def test_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
   assert (s.num_hosts, s.num_replicas_per_host) == (1, replicas)
   laid = s.mesh.devices.reshape(replicas, -1)
   for (replica, core), device in np.ndenumerate(laid):
-    at = assignment.coordinates(replica, core)
-    assert device is assignment.topology.device_at(at)
+    assert device is jax.devices()[assignment.tpu_ordinal(replica, core)]
 
 
 @pytest.mark.parametrize(
   ("options", "shape", "order"),
   [
-    ({"device_assignment": by_hand()}, {"m0": 2}, [1, 6, 3, 4]),
-    (
-      {"device_assignment": by_hand(), "devices": jax.devices()[::-1]},
-      {"m0": 2},
-      [6, 1, 4, 3],
-    ),
-    (
-      {
-        "device_assignment": by_hand(),
-        "mesh_shape": {"model": -1, "replica": 2},
-      },
-      {"model": 2},
-      [1, 6, 3, 4],
-    ),
+    (HAND, {"m0": 2}, [1, 6, 3, 4]),
+    ({**HAND, "devices": jax.devices()[::-1]}, {"m0": 2}, [6, 1, 4, 3]),
+    ({**HAND, **of_shape(model=-1, replica=2)}, {"model": 2}, [1, 6, 3, 4]),
     ({"devices": [jax.devices()[i] for i in (5, 0, 3)]}, {}, [5, 0, 3]),
     (
       {
         "devices": jax.devices()[6:0:-1],
-        "mesh_shape": {"m": np.int64(3), "n": -1, "replica": 1},
+        **of_shape(m=np.int64(3), n=-1, replica=1),
       },
       {"m": 3, "n": 2},
       [6, 5, 4, 3, 2, 1],
     ),
-    ({"mesh_shape": {"one": 1, "replica": -1}}, {"one": 1}, list(range(8))),
+    (of_shape(one=1, replica=-1), {"one": 1}, list(range(8))),
   ],
 )
 def test_devices_keep_their_order(options, shape, order):
@@ -115,38 +110,28 @@ def test_mesh_shape_without_replicas_warns():
 
 
 @pytest.mark.parametrize(
-  "options, error, facts",
+  ("options", "error", "facts"),
   [
-    ({"devices": []}, ValueError, ["devices"]),
-    ({"device_assignment": [0]}, TypeError, ["device_assignment", "devices="]),
-    ({"mesh_shape": [8]}, TypeError, ["mesh_shape=[8]", "dict of axis sizes"]),
-    ({"mesh_shape": {"replica": 3}}, ValueError, ["{'replica': 3}", "8 dev"]),
-    ({"mesh_shape": {"replica": 0}}, ValueError, ["{'replica': 0}", "8 dev"]),
-    ({"mesh_shape": {"replica": -1, "m": -1}}, ValueError, ["'m': -1"]),
+    ({"devices": []}, ValueError, "devices .*at least one"),
+    ({"device_assignment": [0]}, TypeError, "device_assignment .*devices="),
+    ({"mesh_shape": [8]}, TypeError, r"mesh_shape=\[8\] .*dict of axis sizes"),
+    (of_shape(replica=3), ValueError, "{'replica': 3} of 8 devices"),
+    (of_shape(replica=0), ValueError, "{'replica': 0} of 8 devices"),
+    (of_shape(replica=-1, m=-1), ValueError, "'m': -1"),
+    (of_shape(replica=-2), ValueError, r"\['replica'\] .*least -1, got -2"),
+    (of_shape(data=8), ValueError, "no axis 'replica'.* 8 devices"),
+    (of_shape(fsdp=-1, model=2), ValueError, "no axis 'replica'"),
     (
-      {"mesh_shape": {"replica": -2}},
+      {**HAND, "devices": jax.devices()[:4]},
       ValueError,
-      ["['replica']", "at least -1", "got -2"],
+      "6 of .*4 dev.* 1 proc",
     ),
-    ({"mesh_shape": {"data": 8}}, ValueError, ["'replica' instead of 'data'"]),
-    ({"mesh_shape": {"fsdp": -1, "model": 2}}, ValueError, ["8 devices"]),
-    (
-      {"device_assignment": by_hand(), "devices": jax.devices()[:4]},
-      ValueError,
-      ["device 6 of Topology", "4 devices in 1 processes"],
-    ),
-    (
-      {"device_assignment": by_hand(), "mesh_shape": {"replica": 4}},
-      ValueError,
-      ["'replica': 4", "device_assignment, which has 2"],
-    ),
+    ({**HAND, **of_shape(replica=4)}, ValueError, "'replica': 4.* has 2"),
   ],
 )
 def test_mistakes(options, error, facts):
-  with pytest.raises(error) as e:
+  with pytest.raises(error, match=facts):
     fs.Strategy(**options)
-  for fact in facts:
-    assert fact in str(e.value)
 
 
 # -- The order of devices that are not here.

@@ -320,7 +320,7 @@ ALONE = " .* alone"
   ("call", "error", "facts"),
   [
     (lambda x: split(x, [4]), ValueError, r"partition.*\(8, 4\).*got 1"),
-    (lambda x: split(x, [3, 1]), ValueError, "logical devices, 4, got 3"),
+    (lambda x: split(x, [3, 1]), ValueError, "devices, 4; .* product 3"),
     (lambda x: split(x, [4, 2.0]), TypeError, r"dimensions\[1\].*got 2\.0"),
     (
       lambda x: split(x[:6], [4, 1]),

@@ -222,7 +222,8 @@ _RUNS: dict[str, Callable[[fs.Strategy], Any]] = {
 
 @pytest.mark.parametrize("name", _RUNS)
 def test_what_would_run_raises(name: str) -> None:
-  where = {"jit": "run", "run_steps": "run"}.get(name, name)
+  other = {"jit": "run", "run_steps": "run", "assign_to": "on_logical_device"}
+  where = other.get(name, name)
   with pytest.raises(ValueError, match=f"{where}.*TPU v5 lite.*compiling"):
     _RUNS[name](_strategy())
 
