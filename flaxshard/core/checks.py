@@ -153,10 +153,10 @@ def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-  """Warns with the place of the caller outside of this package."""
-  package = __name__.partition(".")[0]
+  """Warns with the place of the caller outside of this package and of JAX."""
+  packages = (__name__.partition(".")[0], "jax.")
   frame, level = inspect.currentframe(), 1
-  while frame and frame.f_globals.get("__name__", "").startswith(package):
+  while frame and frame.f_globals.get("__name__", "").startswith(packages):
     frame, level = frame.f_back, level + 1
   # `warnings.warn` counts from this function, which has the level 1.
   warnings.warn(message, category, stacklevel=level)

@@ -23,11 +23,7 @@ from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
-from flaxshard.replicas.values import has_per_replica
-from flaxshard.replicas.values import has_replica_axis
-from flaxshard.replicas.values import is_per_replica
-from flaxshard.replicas.values import PerReplica
-from flaxshard.replicas.values import Replicated
+from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
@@ -62,7 +58,7 @@ def is_state(x: Any) -> bool:
 
 def is_node(x: Any) -> bool:
   """Returns whether `x` is a TrainState, a `PerReplica` or a `Replicated`."""
-  return is_state(x) or isinstance(x, (PerReplica, Replicated))
+  return is_state(x) or isinstance(x, (values.PerReplica, values.Replicated))
 
 
 def states_of(tree: PyTree) -> list[Any]:
@@ -81,18 +77,18 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
   # What kind of leaf it is depends on the node around it.
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
     wrappers = wrappers_of(node) if is_state(node) else None
-    is_shared = wrappers is not None or isinstance(node, Replicated)
+    is_shared = wrappers is not None or isinstance(node, values.Replicated)
     if wrappers:
       # A wrapper says by its specs which of its leaves are per replica.
       states = stack.map_per_replica(
-        lambda name, x: PerReplica(x), wrappers, node.wrapper_states
+        lambda name, x: values.PerReplica(x), wrappers, node.wrapper_states
       )
       node = node.replace(wrapper_states=states)
     for inner, x in jax.tree_util.tree_leaves_with_path(
-      node, is_leaf=is_per_replica
+      node, is_leaf=values.is_per_replica
     ):
-      kind = OWN if is_per_replica(x) else SHARED if is_shared else SPLIT
-      rows = x.value if is_per_replica(x) else x
+      kind = OWN if values.is_per_replica(x) else SHARED if is_shared else SPLIT
+      rows = x.value if values.is_per_replica(x) else x
       leaves += [
         Leaf((*path, *inner, *rest), kind, wrappers)
         for rest, _ in jax.tree_util.tree_leaves_with_path(rows)
@@ -226,7 +222,7 @@ def _sharding_on(mesh: Mesh, where: str, x: Any, kind: str) -> NamedSharding:
     # XLA returns the state with this form of the spec. Any other form would
     # make the second step compile again.
     spec = specs_lib.shortest(spec, mesh)
-  elif kind == OWN and not has_replica_axis(spec):
+  elif kind == OWN and not values.has_replica_axis(spec):
     spec = P(mesh_lib.REPLICA, *spec[1:])
   # An array that was offloaded to host memory stays there.
   return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
@@ -249,7 +245,7 @@ def to_local(tree: PyTree) -> PyTree:
   """
 
   def convert(node: Any) -> Any:
-    if is_per_replica(node):
+    if values.is_per_replica(node):
       return jax.tree.map(lambda x: x[0], node.value)
     return _state_to_local(node) if is_state(node) else node
 
@@ -267,14 +263,18 @@ def to_global(tree: PyTree) -> PyTree:
   """
 
   def convert(node: Any) -> Any:
-    if is_per_replica(node):
+    if values.is_per_replica(node):
       raise TypeError(
         "run: fn returned a PerReplica. fn must return this replica's value; "
         "run returns a PerReplica with the values of all replicas."
       )
-    if isinstance(node, Replicated):
+    if isinstance(node, values.Replicated):
       return node
-    return _state_to_global(node) if is_state(node) else PerReplica(_row(node))
+    return (
+      _state_to_global(node)
+      if is_state(node)
+      else values.PerReplica(_row(node))
+    )
 
   return jax.tree.map(convert, tree, is_leaf=is_node)
 
@@ -288,13 +288,8 @@ def _state_to_local(state: Any) -> Any:
   own = {
     name: x
     for name, x in fields_lib.array_fields(state).items()
-    if has_per_replica(x)
+    if values.has_per_replica(x)
   }
-  if own and not isinstance(state, TrainState):
-    raise TypeError(
-      f"run: {type(state).__name__}.{next(iter(own))} is a PerReplica; only a "
-      "flaxshard.TrainState can have one."
-    )
   if wrappers_of(state):
     states = stack.drop_replica_axis(state.wrappers, state.wrapper_states)
     state = _swap_collections(state, states)
@@ -316,9 +311,9 @@ def _state_to_global(state: Any) -> Any:
     return state
   fields = {
     name: jax.tree.map(
-      lambda x: jax.tree.map(_row, x) if is_per_replica(x) else x,
+      lambda x: jax.tree.map(_row, x) if values.is_per_replica(x) else x,
       treedef.unflatten(jax.tree.leaves(getattr(state, name))),
-      is_leaf=is_per_replica,
+      is_leaf=values.is_per_replica,
     )
     for name, treedef in structures
   }

@@ -8,7 +8,6 @@ becomes one program for all replicas, which is checked (`program`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-import contextvars
 import functools
 import types
 from typing import Any, NamedTuple
@@ -16,32 +15,26 @@ import weakref
 
 import jax
 
-from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
+from flaxshard.strategy import steps_loop
 from flaxshard.strategy.arguments import Leaf
 from flaxshard.strategy.program import ReplicaProgram
 
 PyTree = Any
 Function = Callable[..., PyTree]
 
-# The function that is called. The compiled programs look it up when JAX traces
-# them: if they referred to it, the cache would keep it alive.
-_called: contextvars.ContextVar[Function] = contextvars.ContextVar("called")
-
 
 class _LastCall(NamedTuple):
   """The last call with arguments of one structure.
 
   Attributes:
-    program: The program.
     jitted: The jitted program.
     shardings: The shardings that the leaves had; None for what is no JAX array.
     move: What each leaf is, or None if it was on the mesh already.
   """
 
-  program: ReplicaProgram
   jitted: Any
   shardings: list[Any]
   move: list[Leaf | None]
@@ -51,30 +44,33 @@ class CompiledForms:
   """The compiled forms of one function, by structure of its arguments.
 
   Args:
+    get_function: Returns the function, when a program is traced. It is a weak
+      reference: the cache must not keep the function alive.
     mesh: The strategy's mesh.
     donate_argnums: The positions of arguments that may be overwritten.
     wait: Whether a call blocks until the results are computed.
-    transform: Makes the function to run from the one that is called, when that
-      is traced.
+    loop: Makes a loop over batches from the function that is called, for
+      `Strategy.run_steps`.
   """
 
   def __init__(
     self,
+    get_function: Callable[[], Function | None],
     mesh: jax.sharding.Mesh,
     donate_argnums: Sequence[int] = (),
     wait: bool = False,
-    transform: Callable[[Function], Function] | None = None,
+    loop: steps_loop.Loop | None = None,
   ):
+    self._get_function = get_function
     self._mesh = mesh
     self._donate_argnums = donate_argnums
     self._wait = wait
-    self._transform = transform
-    self._compiled: dict[Any, tuple[ReplicaProgram, Any]] = {}
-    self._warned: set[str] = set()
+    self._loop = loop
+    self._compiled: dict[Any, Any] = {}
     self._last_calls: dict[Any, _LastCall] = {}
 
-  def call(self, fn: Function, args: Any, kwargs: Any) -> PyTree:
-    """Calls `fn(*args, **kwargs)` on each replica; see `Strategy.run`."""
+  def call(self, args: Any, kwargs: Any) -> PyTree:
+    """Calls the function on each replica; see `Strategy.run`."""
     values, treedef = jax.tree.flatten((args, kwargs))
     shardings = [getattr(x, "sharding", None) for x in values]
     # In a training loop the shardings are the same objects in each step. Their
@@ -93,55 +89,36 @@ class CompiledForms:
       )
     ):
       compile_only.check_can_run("run", self._mesh)
-      leaves, placed, program, jitted = self._prepare(args, kwargs)
+      leaves, placed, jitted = self._prepare(args, kwargs)
       # An array that had to be moved will be moved in the next call too.
       move = [
         None if x.sharding == sharding else leaf
         for x, sharding, leaf in zip(placed, shardings, leaves, strict=True)
       ]
-      last = _LastCall(program, jitted, shardings, move)
+      last = _LastCall(jitted, shardings, move)
     else:
       placed = [
         x if leaf is None else arguments.place(self._mesh, x, leaf)
         for x, leaf in zip(values, last.move, strict=True)
       ]
-    out = self._run(last.jitted, fn, placed)
-    self._warn(last.program)
+    out = last.jitted(*placed)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
     return jax.block_until_ready(out) if self._wait else out
 
-  def trace(self, fn: Function, args: Any, kwargs: Any) -> jax.stages.Traced:
+  def trace(self, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
-    _, placed, program, jitted = self._prepare(args, kwargs)
-    traced = self._run(jitted.trace, fn, placed)
-    self._warn(program)
-    return traced
-
-  def _run(self, run: Callable[..., Any], fn: Function, values: Any) -> Any:
-    """Returns `run(*values)`, which runs `fn` if JAX traces it."""
-    token = _called.set(fn)
-    try:
-      return run(*values)
-    finally:
-      _called.reset(token)
-
-  def _warn(self, program: ReplicaProgram) -> None:
-    """Gives the warnings of a program, each kind once for each function."""
-    while program.warnings:
-      kind, message = program.warnings.popitem()
-      if kind not in self._warned:
-        self._warned.add(kind)
-        checks.warn(message)
+    _, placed, jitted = self._prepare(args, kwargs)
+    return jitted.trace(*placed)
 
   def _prepare(
     self, args: Any, kwargs: Any
-  ) -> tuple[Sequence[Leaf], list[Any], ReplicaProgram, Any]:
+  ) -> tuple[Sequence[Leaf], list[Any], Any]:
     """Returns what the leaves of arguments are, and these on the mesh.
 
     Returns:
-      What each leaf is, the leaves on the mesh, the program for arguments like
-      these, and the jitted program.
+      What each leaf is, the leaves on the mesh, and the jitted program for
+      arguments like these.
     """
     # Only a call shows how many arguments there are.
     if any(not 0 <= i < len(args) for i in self._donate_argnums):
@@ -161,8 +138,9 @@ class CompiledForms:
     if key not in self._compiled:
       arguments.check_wrappers(self._mesh, leaves, shardings)
       # The batches of a loop, with the steps as their first dimension.
-      is_loop = self._transform is not None
-      is_stacked = is_loop and not isinstance(args[1], list)
+      is_stacked = self._loop is not None and not isinstance(args[1], list)
+      if is_stacked:
+        steps_loop.check_stacked(placed, leaves)
       program = ReplicaProgram(
         self._mesh,
         treedef,
@@ -177,14 +155,14 @@ class CompiledForms:
         for i, leaf in enumerate(leaves)
         if leaf.path[0].idx == 0 and leaf.path[1].idx in self._donate_argnums
       ]
-      jitted = jax.jit(program.run, donate_argnums=donated)
-      self._compiled[key] = program, jitted
-    return leaves, placed, *self._compiled[key]
+      self._compiled[key] = jax.jit(program.run, donate_argnums=donated)
+    return leaves, placed, self._compiled[key]
 
   def _function(self) -> Function:
     """Returns the function to trace."""
-    fn = _called.get()
-    return fn if self._transform is None else self._transform(fn)
+    fn = self._get_function()
+    assert fn is not None
+    return fn if self._loop is None else self._loop(fn)
 
 
 class FunctionCache:
@@ -206,7 +184,9 @@ class FunctionCache:
 
   def get(self, fn: Function, *options: Hashable) -> CompiledForms:
     """Returns the programs of a function, for arguments of `CompiledForms`."""
+    reference: Callable[[], Function | None] = weakref.ref(fn)
     if isinstance(fn, types.MethodType):
+      reference = weakref.WeakMethod(fn)
       # By identity, as bound methods compare: the object may not be hashable.
       key = id(fn.__self__), fn.__func__
       if key not in self._by_method:
@@ -217,7 +197,7 @@ class FunctionCache:
     else:
       programs = self._by_function.setdefault(fn, {})
     if options not in programs:
-      programs[options] = CompiledForms(*options)  # type: ignore[arg-type]
+      programs[options] = CompiledForms(reference, *options)  # type: ignore
     return programs[options]
 
 
@@ -226,24 +206,24 @@ class CompiledFunction:
 
   Args:
     fn: The function.
-    program: Its compiled forms.
+    get_program: Returns its compiled forms.
     get_arguments: Returns the arguments of a call, by position and by name.
   """
 
   def __init__(
     self,
     fn: Function,
-    program: CompiledForms,
+    get_program: Callable[[], CompiledForms],
     get_arguments: Callable[..., tuple[Any, Any]] = lambda *a, **k: (a, k),
   ):
     functools.update_wrapper(self, fn)
     self._fn = fn
-    self._program = program
+    self._program = get_program
     self._arguments = get_arguments
 
   def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
     """Runs the function on each replica."""
-    return self._program.call(self._fn, *self._arguments(*args, **kwargs))
+    return self._program().call(*self._arguments(*args, **kwargs))
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Lowers the program, as `jax.jit(...).lower` does."""
@@ -251,4 +231,4 @@ class CompiledFunction:
 
   def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """Traces the program, as `jax.jit(...).trace` does."""
-    return self._program.trace(self._fn, *self._arguments(*args, **kwargs))
+    return self._program().trace(*self._arguments(*args, **kwargs))

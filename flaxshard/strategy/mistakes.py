@@ -1,34 +1,78 @@
 """Mistakes in a step, which JAX would run without a complaint.
 
-A step is only reported if its program proves the mistake: the replication check
-marks each value with what it was computed from.
+A step is only reported if its program proves the mistake: the check of the
+traced program says of each value which replicas hold the same one, and marks it
+with what it was computed from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.strategy import arguments
-from flaxshard.strategy.same_state import abbreviate
 from flaxshard.strategy.same_state import NUMBER
 from flaxshard.strategy.same_state import Replication
 from flaxshard.strategy.same_state import SUMMED
 
+_MAX_LISTED = 8
 
-def find(
+
+def check_results(
+  results: Iterable[tuple[Any, Replication, Replication]],
+) -> None:
+  """Raises if replicas may differ in a result that they must share.
+
+  Args:
+    results: For each result its path in what `fn` returned, what was found, and
+      which replicas must hold the same value.
+
+  Raises:
+    ValueError: A result may differ; the message names its path, the primitives
+      that make it differ, and the remedy.
+  """
+  own_data, unknown = [], []
+  for path, found, wanted in results:
+    if found.is_same_within(wanted):
+      continue
+    where = trees.path_string(path)
+    if found.causes:
+      unknown.append(f"{where} ({', '.join(sorted(found.causes))})")
+    else:
+      own_data.append(where)
+  problems = [
+    f"{problem}: {_abbreviate(paths)}"
+    for problem, paths in (
+      ("follow from a replica's own data", own_data),
+      ("may differ after these primitives", unknown),
+    )
+    if paths
+  ]
+  if problems:
+    raise ValueError(
+      "run: a TrainState must come back the same from every replica, but "
+      f"these leaves {'; these '.join(problems)}. state.apply_gradients "
+      "averages gradients and the collections it is handed; otherwise use "
+      "get_replica_context().all_reduce('mean', ...). If you know that a "
+      "value is the same on all replicas, bit for bit, mark it with "
+      "get_replica_context().assume_replicated(...)."
+    )
+
+
+def warn(
   gradients: Sequence[Replication],
   outputs: Sequence[Replication],
   batches: list[str],
   num_replicas: int,
-) -> dict[str, str]:
-  """Returns the warnings about a traced step, by kind.
+) -> None:
+  """Warns of a traced step that does too much, or reduces twice.
 
   Args:
     gradients: The facts of the gradients that `apply_gradients` reduces.
@@ -36,16 +80,15 @@ def find(
     batches: What `whole_batches` returns.
     num_replicas: The number of replicas.
   """
-  warnings = {}
   computed = gradients or outputs
   # A program that drops other units on each replica still computes the whole
   # batch there. One that uses the number of a replica otherwise may take a part
   # of the batch by itself.
   if batches and computed and not any(NUMBER in x.marks for x in computed):
     whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
-    warnings["unsplit"] = (
+    checks.warn(
       f"run: no argument is split over the {num_replicas} replicas, so each of "
-      f"them computes the whole of {abbreviate(batches)}. Split a batch "
+      f"them computes the whole of {_abbreviate(batches)}. Split a batch "
       "with strategy.shard_batch(batch), or all batches of a dataset with "
       "strategy.distribute_dataset(batches). If every replica is to compute "
       f"all of it, put it on the mesh: {whole}."
@@ -55,14 +98,13 @@ def find(
   if all(x.is_replicated for x in gradients) and any(
     SUMMED in x.marks for x in gradients
   ):
-    warnings["reduced"] = (
+    checks.warn(
       "run: the gradients are already reduced over the replicas when "
       "apply_gradients averages them: if they were summed, the step is "
       f"{num_replicas} times as long. Leave out the psum, pmean or all_reduce "
       "of the gradients, or call apply_gradients(..., "
       "skip_gradients_aggregation=True)."
     )
-  return warnings
 
 
 def whole_batches(
@@ -112,3 +154,9 @@ def _is_key(x: Any) -> bool:
     return True
   raw = jax.eval_shape(jax.random.PRNGKey, 0)
   return bool(x.dtype == raw.dtype and x.shape[-1:] == raw.shape)
+
+
+def _abbreviate(items: list[str]) -> str:
+  """Returns some of the items as a list."""
+  more = ", ..." if len(items) > _MAX_LISTED else ""
+  return ", ".join(items[:_MAX_LISTED]) + more

@@ -22,8 +22,7 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
-from flaxshard.strategy import narrow_sums
-from flaxshard.strategy import open_constraints
+from flaxshard.strategy import rewrites
 from flaxshard.strategy import same_state
 from flaxshard.strategy.arguments import Leaf
 from flaxshard.wrappers import stack
@@ -44,7 +43,6 @@ class ReplicaProgram:
     shardings: The sharding of each leaf.
     get_function: Returns the function, when the program is traced.
     batches: The arguments that look like batches that are not split.
-    warnings: The warnings of each traced program, by kind.
   """
 
   mesh: jax.sharding.Mesh
@@ -53,7 +51,6 @@ class ReplicaProgram:
   shardings: Sequence[NamedSharding]
   get_function: Callable[[], Callable[..., PyTree]]
   batches: list[str]
-  warnings: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def run(self, *arrays: jax.Array) -> PyTree:
     """Returns what the function returns, on all replicas; it is jitted."""
@@ -80,54 +77,56 @@ class ReplicaProgram:
     )
     returned: list[Any] = []
 
-    def body(*arrays: jax.Array) -> dict[bool, dict[int, Any]]:
+    def body(*arrays: jax.Array) -> tuple[list[Any], list[Any]]:
       args, kwargs = arguments.to_local(self.treedef.unflatten(arrays))
       with replica_context.activate(context):
         out = _call(self.get_function(), args, kwargs)
       trees.check_arrays("run: what fn returned", out)
       leaves, treedef = jax.tree.flatten(out := arguments.to_global(out))
       kinds = arguments.leaves_of(out)
-      returned[:] = treedef, kinds
-      # By whether each replica has its own: such results have another spec.
-      by_spec: dict[bool, dict[int, Any]] = {False: {}, True: {}}
-      for i, (x, leaf) in enumerate(zip(leaves, kinds, strict=True)):
-        by_spec[leaf.kind == arguments.OWN][i] = x
-      return by_spec
+      # Results that each replica has for itself have another spec: they follow.
+      order = sorted(
+        range(len(leaves)), key=lambda i: kinds[i].kind == arguments.OWN
+      )
+      returned[:] = treedef, kinds, order
+      num_shared = sum(leaf.kind != arguments.OWN for leaf in kinds)
+      ordered = [leaves[i] for i in order]
+      return ordered[:num_shared], ordered[num_shared:]
 
     mapped = jax.shard_map(
       body,
       mesh=self.mesh,
       in_specs=tuple(in_specs),
-      out_specs={False: P(), True: P(mesh_lib.REPLICA)},
+      out_specs=(P(), P(mesh_lib.REPLICA)),
       axis_names={mesh_lib.REPLICA},
       # With check_vma=True, jax.grad would sum the gradients of replicated
       # parameters over the replicas, and groups could not be reduced.
       check_vma=False,
     )
     # Traced once, for the check and for the call.
-    traced = jax.jit(mapped, inline=True).trace(*parts)
-    program, (treedef, kinds) = traced.jaxpr, returned
-    order = [path[1].key for path in trees.paths(traced.out_info)]
+    program = jax.jit(mapped, inline=True).trace(*parts).jaxpr
+    treedef, kinds, order = returned
     self._check(program, in_specs, [kinds[i] for i in order])
     # On CPU bfloat16 is summed in float32.
     if self.mesh.devices.flat[0].platform != "cpu":
-      program = narrow_sums.sum_before_widening(program)
+      program = rewrites.sum_before_widening(program)
     # Types of Explicit axes say how values are split.
     if set(self.mesh.axis_types[1:]) == {jax.sharding.AxisType.Auto}:
-      program = open_constraints.forget_mesh(program)
+      program = rewrites.forget_mesh(program)
     results = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
     shardings = [
       arguments.default_sharding(self.mesh, leaf.kind) for leaf in kinds
     ]
-    return self._place(
-      treedef.unflatten(results[i] for i in sorted(results)),
+    return _place(
+      treedef.unflatten(results[i] for i in range(len(order))),
       treedef.unflatten(shardings),
+      states,
     )
 
   def _check(
     self, program: Any, in_specs: Sequence[P], results: Sequence[Leaf]
   ) -> None:
-    """Raises if a shared result may differ; collects the warnings."""
+    """Raises if a shared result may differ; warns of other mistakes."""
     count = self.mesh.shape[mesh_lib.REPLICA]
     if count == 1:
       return
@@ -142,7 +141,7 @@ class ReplicaProgram:
       for spec, leaf in zip(in_specs, self.leaves, strict=True)
     ]
     found = list(zip(results, check.run(program, inputs), strict=True))
-    check.check_results(
+    mistakes.check_results(
       (leaf.path, fact, same[leaf.wrappers])
       for leaf, fact in found
       if leaf.kind == arguments.SHARED
@@ -150,29 +149,33 @@ class ReplicaProgram:
     # Other functions may compute the same on all replicas for good reasons.
     if any(leaf.wrappers is not None for leaf in self.leaves):
       outside = [fact for leaf, fact in found if leaf.wrappers is None]
-      self.warnings.update(
-        mistakes.find(check.gradients, outside, self.batches, count)
-      )
+      mistakes.warn(check.gradients, outside, self.batches, count)
 
-  def _place(self, results: PyTree, shardings: PyTree) -> PyTree:
-    """Gives the TrainStates among the results their shardings."""
-    arrived = arguments.states_of(self.treedef.unflatten(self.shardings))
 
-    def place(node: Any, sharding: Any) -> Any:
-      if isinstance(node, Replicated):
-        return node.value
-      if not arguments.is_state(node):
-        return node
-      treedef: Any = jax.tree.structure(node)
-      # A state leaves with the shardings that it arrived with. Others would
-      # make the next step compile again.
-      for i, state in enumerate(arrived):
-        if jax.tree.structure(state) == treedef:
-          sharding = arrived.pop(i)
-          break
-      return jax.tree.map(mesh_lib.constrain, node, sharding)
+def _place(results: PyTree, shardings: PyTree, arrived: list[Any]) -> PyTree:
+  """Gives the TrainStates among the results their shardings.
 
-    return jax.tree.map(place, results, shardings, is_leaf=arguments.is_node)
+  Args:
+    results: What the program returns.
+    shardings: The sharding of each array of a new state.
+    arrived: The states among the arguments, as shapes with shardings.
+  """
+
+  def place(node: Any, sharding: Any) -> Any:
+    if isinstance(node, Replicated):
+      return node.value
+    if not arguments.is_state(node):
+      return node
+    treedef: Any = jax.tree.structure(node)
+    # A state leaves with the shardings that it arrived with. Others would make
+    # the next step compile again.
+    for i, state in enumerate(arrived):
+      if jax.tree.structure(state) == treedef:
+        sharding = jax.tree.map(lambda x: x.sharding, arrived.pop(i))
+        break
+    return jax.tree.map(mesh_lib.constrain, node, sharding)
+
+  return jax.tree.map(place, results, shardings, is_leaf=arguments.is_node)
 
 
 def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:

@@ -15,13 +15,13 @@ accepted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 from jax.extend import core
 
 from flaxshard.core import jaxprs
-from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
@@ -29,6 +29,10 @@ from flaxshard.replicas import rows
 
 Groups = Sequence[Sequence[int]]
 
+# These run one program, with their own inputs and outputs.
+_CALLS = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"shard_map"}
+# These compute each output from the input in the same place alone.
+_IDENTITIES = frozenset(("optimization_barrier", "pvary", "pcast"))
 # These combine the values of all replicas, or of the replicas of a group, and
 # give each of them the same result. The `_invariant` variants are what JAX
 # traces in a nested `jax.shard_map` with `check_vma=True`.
@@ -53,11 +57,9 @@ SUMMED = "a sum of the replicas' values"
 KEY = "a PRNG key of the replica"
 NUMBER = "the number of the replica, or a part that it has chosen"
 
-_MAX_LISTED = 8
-
 
 class Replication(NamedTuple):
-  """Which replicas are known to hold the same value.
+  """The fact which replicas are known to hold the same value.
 
   Attributes:
     classes: One number for each replica, counted from 0 in order of appearance.
@@ -71,13 +73,45 @@ class Replication(NamedTuple):
   causes: frozenset[str] = frozenset()
   marks: frozenset[str] = frozenset()
 
+  @classmethod
+  def of(
+    cls,
+    values: Iterable[Hashable],
+    causes: Iterable[str] = (),
+    marks: Iterable[str] = (),
+  ) -> Replication:
+    """Returns the fact that replicas with equal `values` hold the same."""
+    numbers: dict[Hashable, int] = {}
+    classes = tuple(numbers.setdefault(v, len(numbers)) for v in values)
+    kept = frozenset(causes if any(classes) else ())
+    return cls(classes, kept, frozenset(marks))
+
   @property
   def is_replicated(self) -> bool:
     """Whether all replicas are known to hold the same value."""
     return not any(self.classes)
 
+  def is_same_within(self, groups: Replication) -> bool:
+    """Returns whether replicas hold the same where they do in `groups`."""
+    pairs = zip(groups.classes, self.classes, strict=True)
+    return len(set(pairs)) == len(set(groups.classes))
 
-class SameStateCheck(jaxprs.Forward[Replication]):
+  def marked(self, mark: str) -> Replication:
+    """Returns the fact with a further mark."""
+    return self._replace(marks=self.marks | {mark})
+
+
+@functools.cache
+def _combine(facts: frozenset[Replication]) -> Replication:
+  classes, causes, marks = zip(*facts, strict=True)
+  return Replication.of(
+    zip(*classes, strict=True),
+    frozenset().union(*causes),
+    frozenset().union(*marks),
+  )
+
+
+class SameStateCheck:
   """Follows which replicas hold the same values through programs.
 
   Attributes:
@@ -88,35 +122,46 @@ class SameStateCheck(jaxprs.Forward[Replication]):
   """
 
   def __init__(self, num_replicas: int):
-    self._facts: dict[Replication, Replication] = {}
-    self._joined: dict[frozenset[int], Replication] = {}
-    self.constant = self.fact([0] * num_replicas)
-    self.own = self.fact(range(num_replicas))
+    self.constant = Replication.of([0] * num_replicas)
+    self.own = Replication.of(range(num_replicas))
     self.gradients: list[Replication] = []
-
-  def fact(
-    self,
-    values: Iterable[Hashable],
-    causes: Iterable[str] = (),
-    marks: Iterable[str] = (),
-  ) -> Replication:
-    """Returns the fact that replicas with equal `values` hold the same value.
-
-    Equal facts are one object, so that the cost of an equation does not depend
-    on the number of replicas.
-    """
-    numbers: dict[Hashable, int] = {}
-    classes = tuple(numbers.setdefault(v, len(numbers)) for v in values)
-    kept = frozenset(causes if any(classes) else ())
-    new = Replication(classes, kept, frozenset(marks))
-    return self._facts.setdefault(new, new)
 
   def within(self, groups: Groups) -> Replication:
     """Returns the fact of a value that the replicas of each group share."""
     first = {i: group[0] for group in groups for i in group}
-    return self.fact(first.get(i, i) for i in self.own.classes)
+    return Replication.of(first.get(i, i) for i in self.own.classes)
 
-  def join(self, facts: Iterable[Replication]) -> Replication:
+  def run(
+    self, program: Any, inputs: Sequence[Replication]
+  ) -> list[Replication]:
+    """Returns the facts of a program's outputs.
+
+    Args:
+      program: A `Jaxpr` or a `ClosedJaxpr`.
+      inputs: The facts of its inputs.
+    """
+    program = jaxprs.open_program(program)
+    known = dict(zip(program.invars, inputs, strict=True))
+
+    def look_up(atom: Any) -> Replication:
+      # Literals have no hash.
+      is_literal = isinstance(atom, core.Literal)
+      return self.constant if is_literal else known.get(atom, self.constant)
+
+    for eqn in program.eqns:
+      given = list(map(look_up, eqn.invars))
+      # JAX has no public class for the type of a mutable array.
+      refs = [x for x in eqn.invars if hasattr(x.aval, "inner_aval")]
+      if refs:
+        # The equation may write any of its inputs to a mutable array.
+        outputs = [self._unfollowed(eqn, given)] * len(eqn.outvars)
+        known.update(dict.fromkeys(refs, self._unfollowed(eqn, given)))
+      else:
+        outputs = self._equation(eqn, given)
+      known.update(zip(eqn.outvars, outputs, strict=True))
+    return list(map(look_up, program.outvars))
+
+  def _join(self, facts: Iterable[Replication]) -> Replication:
     """Returns the fact of a function of several values.
 
     Replicas hold the same result if they hold the same values of all inputs.
@@ -124,47 +169,79 @@ class SameStateCheck(jaxprs.Forward[Replication]):
     distinct = {id(x): x for x in facts if x is not self.constant}
     if len(distinct) < 2:
       return next(iter(distinct.values()), self.constant)
-    key = frozenset(distinct)
-    if key not in self._joined:
-      classes, causes, marks = zip(*distinct.values(), strict=True)
-      self._joined[key] = self.fact(
-        zip(*classes, strict=True),
-        frozenset().union(*causes),
-        frozenset().union(*marks),
-      )
-    return self._joined[key]
+    return _combine(frozenset(distinct.values()))
 
-  def marked(self, x: Replication, mark: str) -> Replication:
-    """Returns a fact with a further mark."""
-    return self.fact(x.classes, x.causes, x.marks | {mark})
-
-  def rule(
-    self, eqn: Any, given: list[Replication]
-  ) -> list[Replication] | None:
-    """Returns the facts of the outputs of a mark or a collective."""
+  def _equation(self, eqn: Any, given: list[Replication]) -> list[Replication]:
+    """Returns the facts of an equation's outputs."""
     # An asynchronous collective is two primitives. The second one, `*_done`, is
     # a function of the result of the first one.
     name, params = eqn.primitive.name.removesuffix("_start"), eqn.params
+    if name in _IDENTITIES:
+      return given
+    if name in _CALLS:
+      (body,) = core.jaxprs_in_params(params)
+      return self.run(body, given)
+    if name == "cond":
+      branches = [self.run(branch, given[1:]) for branch in params["branches"]]
+      # Which branch is taken depends on the predicate.
+      return [self._join([given[0], *x]) for x in zip(*branches, strict=True)]
+    if name == "while":
+      return self._while(params, given)
+    if name == "scan":
+      return self._scan(params, given)
     if name == "name":
       return [self._named(params["name"], given[0])]
     if name in _INDEXED and any(x.marks & {KEY, NUMBER} for x in given[1:]):
-      return [self.marked(self.join(given), NUMBER)]
-    over = params.get("axes", params.get("axis_name"))
-    if name in ("pvary", "pcast") or not _names_replicas(over):
-      return None
+      return [self._join(given).marked(NUMBER)]
+    if not _names_replicas(_axes(params)):
+      return [self._unfollowed(eqn, given)] * len(eqn.outvars)
     if name == "axis_index":
-      return [self.marked(self.own, NUMBER)]
+      return [self.own.marked(NUMBER)]
     return [self._collective(name, params, x) for x in given]
+
+  def _while(self, params: Any, given: list[Replication]) -> list[Replication]:
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    condition, body = given[:first], given[first : first + second]
+
+    def step(carry: list[Replication]) -> list[Replication]:
+      # The condition decides how often the body runs.
+      (goes_on,) = self.run(params["cond_jaxpr"], condition + carry)
+      new = self.run(params["body_jaxpr"], body + carry)
+      return [self._join([x, goes_on]) for x in new]
+
+    return self._fixed_point(step, given[first + second :])
+
+  def _scan(self, params: Any, given: list[Replication]) -> list[Replication]:
+    consts, carry, xs = jaxprs.split_scan(params, given)
+
+    def step(carry: list[Replication]) -> list[Replication]:
+      return self.run(params["jaxpr"], consts + carry + xs)
+
+    carry = self._fixed_point(lambda carry: step(carry)[: len(carry)], carry)
+    return carry + step(carry)[len(carry) :]
+
+  def _fixed_point(
+    self,
+    step: Callable[[list[Replication]], list[Replication]],
+    carry: list[Replication],
+  ) -> list[Replication]:
+    """Returns the facts of a loop's carry after any number of steps."""
+    while True:
+      pairs = zip(carry, step(carry), strict=True)
+      new = list(map(self._join, pairs))
+      if new == carry:
+        return carry
+      carry = new
 
   def _named(self, name: str, x: Replication) -> Replication:
     """Returns the fact of a value that has a name in the program."""
     if name == replica_context.ASSUMED_REPLICATED:
       return self.constant
     if name == replica_context.REPLICA_OF_KEY:
-      return self.fact(x.classes, x.causes, {KEY})
+      return x._replace(marks=frozenset({KEY}))
     # The rows of a sum are gathered. Other gathers are no sums.
     if name == rows.SUMMED and not x.is_replicated:
-      return self.marked(x, SUMMED)
+      return x.marked(SUMMED)
     if name == replica_context.GRADIENTS:
       self.gradients.append(x)
     return x
@@ -173,13 +250,12 @@ class SameStateCheck(jaxprs.Forward[Replication]):
     """Returns the fact of a collective's result for one operand."""
     groups = params.get("axis_index_groups")
     if name in _SUMS and not x.is_replicated:
-      x = self.marked(x, SUMMED)
+      x = x.marked(SUMMED)
     if name in _REDUCTIONS and not groups:
-      return self.fact(self.constant.classes, (), x.marks)
-    axes = specs_lib.axes_of(params.get("axes", params.get("axis_name")))
+      return Replication(self.constant.classes, marks=x.marks)
     # The numbers in groups and permutations are those of replicas only if no
     # other axis is flattened with the replica axis.
-    if tuple(axes) == (mesh_lib.REPLICA,):
+    if _axes(params) == (mesh_lib.REPLICA,):
       if name in _REDUCTIONS:
         members = {i: group for group in groups for i in group}
         # Groups whose members hold the same values, in the same order, have
@@ -188,67 +264,31 @@ class SameStateCheck(jaxprs.Forward[Replication]):
           tuple(x.classes[j] for j in members[i]) for i in self.own.classes
         )
         cause = f"{name} over axis_index_groups"
-        return self.fact(values, x.causes | {cause}, x.marks)
+        return Replication.of(values, x.causes | {cause}, x.marks)
       if name == "ppermute":
         # A replica to which no other one sends receives zeros.
         source = {to: x.classes[start] for start, to in params["perm"]}
-        return self.fact(
-          map(source.get, self.own.classes), x.causes | {name}, x.marks
-        )
+        senders = map(source.get, self.own.classes)
+        return Replication.of(senders, x.causes | {name}, x.marks)
     # all_to_all and reduce_scatter give each replica another part, even of a
     # replicated operand. What a collective without a rule does is not known.
-    return self.fact(self.own.classes, x.causes | {name}, x.marks)
+    return Replication(self.own.classes, x.causes | {name}, x.marks)
 
-  def unfollowed(self, eqn: Any, given: list[Replication]) -> Replication:
+  def _unfollowed(self, eqn: Any, given: list[Replication]) -> Replication:
     """Returns the output of an equation as a function of all its inputs."""
-    name, found = eqn.primitive.name, self.join(given)
+    name, found = eqn.primitive.name, self._join(given)
     # A collective in the body of a kernel, or one that this check has no rule
     # for, makes the result more than a function of the inputs.
     if name in _IMPURE or _mentions_replicas(eqn):
-      return self.fact(self.own.classes, {name}, found.marks)
+      return Replication(self.own.classes, frozenset({name}), found.marks)
     if name in _OPAQUE:
-      return self.fact(found.classes, found.causes | {name}, found.marks)
+      return Replication.of(found.classes, found.causes | {name}, found.marks)
     return found
 
-  def check_results(
-    self, results: Iterable[tuple[Any, Replication, Replication]]
-  ) -> None:
-    """Raises if replicas may differ in a result that they must share.
 
-    Args:
-      results: For each result its path in what `fn` returned, what was found,
-        and which replicas must hold the same value.
-
-    Raises:
-      ValueError: A result may differ; the message names its path, the
-        primitives that make it differ, and the remedy.
-    """
-    own_data, unknown = [], []
-    for path, found, wanted in results:
-      if self.join([found, wanted]).classes == wanted.classes:
-        continue
-      where = trees.path_string(path)
-      if found.causes:
-        unknown.append(f"{where} ({', '.join(sorted(found.causes))})")
-      else:
-        own_data.append(where)
-    problems = [
-      f"{problem}: {abbreviate(paths)}"
-      for problem, paths in (
-        ("follow from a replica's own data", own_data),
-        ("may differ after these primitives", unknown),
-      )
-      if paths
-    ]
-    if problems:
-      raise ValueError(
-        "run: a TrainState must come back the same from every replica, but "
-        f"these leaves {'; these '.join(problems)}. state.apply_gradients "
-        "averages gradients and the collections it is handed; otherwise use "
-        "get_replica_context().all_reduce('mean', ...). If you know that a "
-        "value is the same on all replicas, bit for bit, mark it with "
-        "get_replica_context().assume_replicated(...)."
-      )
+def _axes(params: Any) -> tuple[Any, ...]:
+  """Returns the axes over which an equation communicates."""
+  return specs_lib.axes_of(params.get("axes", params.get("axis_name")))
 
 
 def _names_replicas(axes: Any) -> bool:
@@ -277,9 +317,3 @@ def _mentions_replicas(eqn: Any) -> bool:
     for program in core.jaxprs_in_params(params)
     for inner in program.eqns
   )
-
-
-def abbreviate(items: list[str]) -> str:
-  """Returns some of the items as a list."""
-  more = ", ..." if len(items) > _MAX_LISTED else ""
-  return ", ".join(items[:_MAX_LISTED]) + more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
@@ -13,50 +13,39 @@ import numpy as np
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
+from flaxshard.strategy.arguments import Leaf
+from flaxshard.strategy.arguments import SPLIT
 
 PyTree = Any
 
 
-def arguments(
-  state: PyTree, batches: PyTree
-) -> tuple[tuple[PyTree, PyTree], dict[str, Any]]:
-  """Returns the arguments of a loop: `(state, batches)`, and none by name.
+def check_stacked(arrays: Sequence[Any], leaves: Sequence[Leaf]) -> None:
+  """Raises if one batch is given in place of several.
+
+  Its examples, split over the replicas, would be taken for steps.
 
   Args:
-    state: The train state.
-    batches: A list of batches, which the loop stacks, or one tree of arrays
-      `[steps, ...]`; a `PerReplica` is `[replicas, steps, ...]`.
+    arrays: The leaves of the arguments on the mesh, if the batches are one tree
+      of arrays `[steps, ...]`.
+    leaves: What they are.
 
   Raises:
-    ValueError: There are no batches, the leaves have different numbers of
-      steps, or a single batch is given, which has its examples where the steps
-      should be.
+    ValueError: The first dimension of a batch is split over the replicas.
   """
-  if isinstance(batches, list) and batches:
-    return (state, batches), {}
-  counts = set()
-  for path, node in jax.tree_util.tree_leaves_with_path(
-    batches, is_leaf=values.is_per_replica
-  ):
-    # In a PerReplica the steps come after the replicas.
-    dim = int(values.is_per_replica(node))
-    counts |= {np.shape(x)[dim:][:1] for x in jax.tree.leaves(node)}
-    sharding = getattr(node, "sharding", None)
-    if isinstance(
-      sharding, jax.sharding.NamedSharding
-    ) and values.has_replica_axis(sharding.spec):
+  for x, leaf in zip(arrays, leaves, strict=True):
+    _, argument, *path = leaf.path
+    if (
+      argument.idx == 1
+      and leaf.kind == SPLIT
+      and values.has_replica_axis(x.sharding.spec)
+    ):
       raise ValueError(
-        f"run_steps: batches[{trees.path_string(path)}] of shape {node.shape} "
-        "is split over the replicas along its first dimension, which is that "
-        "of the steps. Pass a list of batches, [batch], or arrays [steps, "
-        "batch, ...] with the sharding PartitionSpec(None, 'replica')."
+        f"run_steps: batches[{trees.path_string(tuple(path))}] of shape "
+        f"{x.shape} is split over the replicas along its first dimension, "
+        "which is that of the steps. Pass a list of batches, [batch], or "
+        "arrays [steps, batch, ...] with the sharding PartitionSpec(None, "
+        "'replica')."
       )
-  if len(counts) != 1 or counts & {(), (0,)}:
-    raise ValueError(
-      "run_steps: all leaves of batches must have the same number of steps, "
-      f"at least one, as their first dimension, got {sorted(counts)}."
-    )
-  return (state, batches), {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +84,15 @@ class Loop:
       return out if type(out) is tuple and len(out) == 2 else (out, None)
 
     def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
-      if isinstance(batches, list):
+      if isinstance(batches, list) and batches:
         batches = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+      steps = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
+      if len(steps) != 1 or steps & {(), (0,)}:
+        raise ValueError(
+          "run_steps: all leaves of batches must have the same number of "
+          "steps, at least one, as their first dimension, got "
+          f"{sorted(steps)}."
+        )
       # jax.lax.scan needs an initial carry of the outputs' shapes.
       _, outputs = jax.eval_shape(
         lambda batches: step(state, jax.tree.map(lambda x: x[0], batches)),

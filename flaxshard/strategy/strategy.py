@@ -180,7 +180,7 @@ class Strategy:
         "run: args must be a tuple of arguments, such as args=(state, batch), "
         f"got {checks.describe(args)}."
       )
-    return self._program(fn).call(fn, tuple(args), dict(kwargs or {}))
+    return self._program(fn).call(tuple(args), dict(kwargs or {}))
 
   def jit(
     self,
@@ -206,8 +206,8 @@ class Strategy:
     """
     if isinstance(donate_argnums, int):
       donate_argnums = (donate_argnums,)
-    program = self._program(fn, tuple(donate_argnums))
-    return calls.CompiledFunction(fn, program)
+    donate_argnums = tuple(donate_argnums)
+    return calls.CompiledFunction(fn, lambda: self._program(fn, donate_argnums))
 
   def run_steps(
     self,
@@ -280,8 +280,12 @@ class Strategy:
       ValueError: `reduce` is no reduction.
     """
     loop = steps_loop.Loop.create(reduce)
-    program = self._program(step_fn, (0,) if donate_state else (), loop)
-    return calls.CompiledFunction(step_fn, program, steps_loop.arguments)
+    donate_argnums = (0,) if donate_state else ()
+    return calls.CompiledFunction(
+      step_fn,
+      lambda: self._program(step_fn, donate_argnums, loop),
+      lambda state, batches: ((state, batches), {}),
+    )
 
   def reduce(
     self, reduce_op: str, value: PyTree, axis: int | None = None
@@ -563,10 +567,10 @@ class Strategy:
     self,
     fn: Callable[..., PyTree],
     donate_argnums: tuple[int, ...] = (),
-    transform: steps_loop.Loop | None = None,
+    loop: steps_loop.Loop | None = None,
   ) -> calls.CompiledForms:
     """Returns the compiled programs of a function."""
-    return _programs.get(fn, self.mesh, donate_argnums, self.waits, transform)
+    return _programs.get(fn, self.mesh, donate_argnums, self.waits, loop)
 
 
 # One cache for all strategies: equal meshes share what is compiled.

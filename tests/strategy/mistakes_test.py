@@ -1,4 +1,4 @@
-"""Warnings about a traced step: told once, and never without a mistake.
+"""Warnings about a traced step: once for each trace, and only of mistakes.
 
 To lower a step traces it, which is all that a warning needs.
 """
@@ -34,48 +34,15 @@ def state():
   return create(EIGHT)
 
 
-# -- A batch that is not split (mistake 16).
-
-
-def test_batch_that_is_not_split_warns_once(state):
-  whole = batch(0)
-  step = new_step()
-  with pytest.warns(UserWarning) as caught:
-    EIGHT.run(step, args=(state, whole))
-    EIGHT.run(step, args=(state, whole))
-    # Another shape is traced again, but says nothing new.
-    EIGHT.run(step, args=(state, jax.tree.map(lambda x: x[:8], whole)))
-  (warning,) = caught
-  message = str(warning.message)
-  assert "argument 1/x of shape (16, 8)" in message
-  assert "8 replicas" in message and "strategy.shard_batch" in message
-  assert warning.filename == __file__
-
-
-def test_batches_of_run_steps_that_are_not_split_warn(state):
-  with pytest.warns(UserWarning, match=r"1/0/x of shape \(16, 8\)") as caught:
-    EIGHT.run_steps(new_step(), state, [batch(0), batch(1)], reduce="mean")
-  assert [w.filename for w in caught] == [__file__]
-
-
-def test_batch_that_is_not_split_warns_in_spite_of_dropout_keys(state):
+def dropout_step(state, x, key):
+  key = fs.get_replica_context().fold_in(key)
   drop = nn.Dropout(0.5, deterministic=False)
 
-  def step(state, x, key):
-    key = fs.get_replica_context().fold_in(key)
+  def loss(params):
+    kept = drop.apply({}, x, rngs={"dropout": key})
+    return ((kept @ params["w1"]) @ params["w2"]).mean()
 
-    def loss(params):
-      kept = drop.apply({}, x, rngs={"dropout": key})
-      return ((kept @ params["w1"]) @ params["w2"]).mean()
-
-    return state.minimize(loss)
-
-  with pytest.warns(UserWarning, match="argument 1 of shape") as caught:
-    EIGHT.run(step, args=(state, X[0], KEY))
-  assert len(caught) == 1
-
-
-# -- Gradients that are reduced by hand (mistake 27).
+  return state.minimize(loss)
 
 
 def reduced_step(reduce, **options):
@@ -90,21 +57,39 @@ def pmean(grads):
   return jax.lax.pmean(grads, "replica")
 
 
+def all_reduce(grads):
+  return fs.get_replica_context().all_reduce("sum", grads)
+
+
+WHOLE = "of shape (16, 8)", "8 replicas", "strategy.shard_batch"
+REDUCED = "already reduced", "8 times", "skip_gradients_aggregation=True"
+
+
 @pytest.mark.parametrize(
-  "reduce",
-  [pmean, lambda g: fs.get_replica_context().all_reduce("sum", g)],
-  ids=["pmean", "all_reduce"],
+  ("step", "args", "facts"),
+  [
+    # A batch that is not split (mistake 16), in spite of keys for dropout.
+    (new_step(), [batch(0)], ("argument 1/x ", *WHOLE)),
+    (dropout_step, [X[0], KEY], ("argument 1 ", *WHOLE)),
+    # Gradients that are reduced by hand (mistake 27).
+    (reduced_step(pmean), [sharded(EIGHT, 0)], REDUCED),
+    (reduced_step(all_reduce), [sharded(EIGHT, 0)], REDUCED),
+  ],
+  ids=["whole batch", "dropout", "pmean", "all_reduce"],
 )
-def test_gradients_reduced_by_hand_warn_once(state, reduce):
-  step = reduced_step(reduce)
+def test_mistakes_warn_once(state, step, args, facts):
   with pytest.warns(UserWarning) as caught:
     for _ in range(2):
-      EIGHT.run(step, args=(state, sharded(EIGHT, 0)))
+      EIGHT.run(step, args=(state, *args))
   (warning,) = caught
-  message = str(warning.message)
-  assert "already reduced" in message and "8 times" in message
-  assert "skip_gradients_aggregation=True" in message
+  assert all(fact in str(warning.message) for fact in facts)
   assert warning.filename == __file__
+
+
+def test_batches_of_run_steps_that_are_not_split_warn(state):
+  with pytest.warns(UserWarning, match=r"1/0/x of shape \(16, 8\)") as caught:
+    EIGHT.run_steps(new_step(), state, [batch(0), batch(1)], reduce="mean")
+  assert [w.filename for w in caught] == [__file__]
 
 
 # -- Steps without a mistake.

@@ -1,5 +1,8 @@
 """Strategy.run: arguments, results, and the errors about them."""
 
+import functools
+
+import compilations
 from flax import linen as nn
 from flax import nnx
 from flax import struct
@@ -15,18 +18,13 @@ from regression import create
 from regression import loss_fn
 from regression import sharded
 from regression import split
+from regression import train_step
 from regression import X
 
 import flaxshard as fs
 
 P = jax.sharding.PartitionSpec
 NamedSharding = jax.sharding.NamedSharding
-
-NORM = nn.BatchNorm(use_running_average=False, axis_name="batch")
-NORM_VARIABLES = {
-  "params": {"scale": np.ones(3, np.float32), "bias": np.ones(3, np.float32)},
-  "batch_stats": {"mean": np.zeros(3), "var": np.ones(3)},
-}
 
 EIGHT = fs.Strategy()
 SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
@@ -36,38 +34,31 @@ def replica_id():
   return fs.get_replica_context().replica_id_in_sync_group
 
 
-def test_array_sharded_over_replicas_arrives_in_parts():
-  rows = np.arange(32.0, dtype=np.float32).reshape(16, 2)
-  columns = jax.device_put(
-    rows.T, NamedSharding(EIGHT.mesh, P(None, "replica"))
-  )
-  args = EIGHT.shard_batch({"rows": rows}), columns, rows
-  parts, part_of_columns, whole = EIGHT.run(lambda *args: args, args=args)
-  np.testing.assert_array_equal(parts["rows"], rows.reshape(8, 2, 2))
-  wanted = rows.T.reshape(2, 8, 2).swapaxes(0, 1)
-  np.testing.assert_array_equal(part_of_columns, wanted)
-  np.testing.assert_array_equal(whole, np.stack([rows] * 8))
+ROWS = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 
-def test_array_sharded_over_both_axes_stays_sharded_over_logical_devices():
-  x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-  args = [
-    jax.device_put(x, NamedSharding(SPLIT.mesh, spec))
-    for spec in (
-      P("replica", "model"),
-      P(("replica", "model")),
-      P(("model", "replica")),
-      P("model", "replica"),
-    )
-  ]
-  *rows, columns = SPLIT.run(lambda *args: args, args=args)
-  for part in rows:
-    np.testing.assert_array_equal(part, x.reshape(2, 4, 8))
-  wanted = x.reshape(8, 2, 4).swapaxes(0, 1)
-  np.testing.assert_array_equal(columns, wanted)
+@pytest.mark.parametrize(
+  ("strategy", "spec", "wanted"),
+  [
+    (EIGHT, P("replica"), ROWS[:, None]),
+    (EIGHT, P(None, "replica"), ROWS.T[:, :, None]),
+    (EIGHT, None, np.stack([ROWS] * 8)),
+    # Split over both axes, it stays so over the logical devices.
+    (SPLIT, P("replica", "model"), ROWS.reshape(2, 4, 8)),
+    (SPLIT, P(("replica", "model")), ROWS.reshape(2, 4, 8)),
+    (SPLIT, P(("model", "replica")), ROWS.reshape(2, 4, 8)),
+    (SPLIT, P("model", "replica"), ROWS.reshape(8, 2, 4).swapaxes(0, 1)),
+  ],
+)
+def test_sharded_array_arrives_in_parts(strategy, spec, wanted):
+  x = ROWS
+  if spec is not None:
+    x = jax.device_put(x, NamedSharding(strategy.mesh, spec))
+  got = strategy.run(lambda x: x, args=(x,))
+  np.testing.assert_array_equal(got, wanted)
 
 
-# Results.
+# -- Results.
 
 
 @struct.dataclass
@@ -108,11 +99,6 @@ def test_flax_train_state():
     grads=jax.grad(loss_fn)(state.params, batch(0))
   )
   assert_close(new.params, wanted.params)
-  own = state.replace(
-    params=EIGHT.distribute_values_from_function(lambda _: state.params)
-  )
-  with pytest.raises(TypeError, match=r"TrainState\.params"):
-    EIGHT.run(step, args=(own, sharded(EIGHT, 0)))
 
 
 def test_two_states_keep_their_shardings():
@@ -130,24 +116,147 @@ def test_two_states_keep_their_shardings():
     assert after.params["w1"].sharding == before.params["w1"].sharding
 
 
+def normalize(x, axis_name="replica"):
+  norm = nn.BatchNorm(use_running_average=False, axis_name=axis_name)
+  # The initialization does not look at the other replicas.
+  variables = norm.init(jax.random.key(0), x)
+  return norm.apply(variables, x, mutable=True)[0]
+
+
 def test_batch_norm_over_the_axis_of_the_replicas():
-  norm = NORM.clone(axis_name="replica")
-  x = EIGHT.shard_batch(X[0, :, :3])
-  apply = lambda x: norm.apply(NORM_VARIABLES, x, mutable=True)[0]
-  wanted = NORM.clone(axis_name=None).apply(
-    NORM_VARIABLES, X[0, :, :3], mutable=True
-  )[0]
-  got = np.asarray(EIGHT.run(apply, args=(x,))).reshape(16, 3)
-  np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+  x = X[0, :, :3]
+  got = np.asarray(EIGHT.run(normalize, args=(EIGHT.shard_batch(x),)))
+  wanted = normalize(x, axis_name=None)
+  np.testing.assert_allclose(got.reshape(16, 3), wanted, rtol=1e-4, atol=1e-5)
+
+
+# -- States with per-replica leaves.
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.BatchNorm(use_running_average=False, momentum=0.5)(x)
+    return nn.Dense(1)(x)[:, 0]
+
+
+SGD = optax.sgd(0.1)
+
+
+@functools.cache
+def batch_norm_state():
+  return fs.TrainState.create(
+    apply_fn=Model().apply,
+    **Model().init(jax.random.key(0), X[0]),
+    tx=SGD,
+    wrappers=[fs.LossScale("dynamic")],
+  )
+
+
+def each_its_own(tree):
+  return EIGHT.distribute_values_from_function(lambda _: tree)
+
+
+def batch_norm_step(state, batch):
+  def loss_fn(params):
+    variables = {"params": params, "batch_stats": state.batch_stats}
+    out, replaced = state.apply_fn(
+      variables, batch["x"], mutable=["batch_stats"]
+    )
+    return ((out - batch["y"]) ** 2).mean(), replaced
+
+  (loss, replaced), grads = state.value_and_grad(loss_fn, has_aux=True)
+  return state.apply_gradients(grads=grads, **replaced), loss
+
+
+@pytest.mark.slow
+def test_per_replica_statistics_stay_apart_and_are_averaged_when_saved(
+  tmp_path,
+):
+  strategy, n, state = EIGHT, 8, batch_norm_state()
+  state = state.replace(batch_stats=each_its_own(state.batch_stats))
+  parts = X.reshape(3, n, 16 // n, 8)
+  wanted = np.zeros((n, 8))
+  for i in range(2):
+    state, _ = strategy.run(batch_norm_step, args=(state, sharded(strategy, i)))
+    mean = state.batch_stats["BatchNorm_0"]["mean"]
+    wanted = 0.5 * wanted + 0.5 * parts[i].mean(1)
+    assert isinstance(mean, fs.PerReplica)
+    np.testing.assert_allclose(np.asarray(mean), wanted, rtol=1e-4, atol=1e-6)
+  plain = state.without_wrappers()
+  mean = plain.batch_stats["BatchNorm_0"]["mean"]
+  np.testing.assert_allclose(mean, wanted.mean(0), rtol=1e-4, atol=1e-6)
+
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(2, state)
+    restored = checkpointer.restore(state)
+  args = restored, sharded(strategy, 2)
+  mean = restored.batch_stats["BatchNorm_0"]["mean"]
+  np.testing.assert_allclose(
+    np.asarray(mean), [wanted.mean(0)] * n, rtol=1e-4, atol=1e-6
+  )
+  with compilations.count() as compiled:
+    strategy.run(batch_norm_step, args=args)
+  assert compiled.total == 0
+
+
+def test_per_replica_keys():
+  state = create(EIGHT, tx=SGD, dropout=jnp.zeros(()))
+  state = state.replace(
+    dropout=EIGHT.distribute_values_from_function(
+      lambda context: jax.random.key(context.replica_id_in_sync_group)
+    )
+  )
+
+  def step(state):
+    key, mine = jax.random.split(state.dropout)
+    return state.replace(dropout=key), jax.random.uniform(mine)
+
+  new, drawn = EIGHT.run(step, args=(state,))
+  for i in (0, 5):
+    key, mine = jax.random.split(jax.random.key(i))
+    assert new.dropout[i] == key
+    assert float(drawn[i]) == float(jax.random.uniform(mine))
+
+
+def test_parameters_with_per_replica_moments_must_be_per_replica():
+  # Updates computed from per-replica moments differ between replicas.
+  state = create(EIGHT)
+  state = state.replace(opt_state=each_its_own(state.opt_state))
+  args = state, sharded(EIGHT, 0)
+  with pytest.raises(
+    ValueError, match=r"own data: 0/params/w1, 0/params/w2\. "
+  ):
+    EIGHT.run(train_step, args=args)
+  state = state.replace(params=each_its_own(state.params))
+  new, _ = EIGHT.run(train_step, args=(state, args[1]))
+  wanted, _ = jax.jit(train_step)(create(), batch(0))
+  assert jax.tree.structure(new) == jax.tree.structure(state)
+  np.testing.assert_allclose(
+    new.params["w1"][3], wanted.params["w1"], atol=1e-6
+  )
+
+
+def test_one_leaf_of_a_collection_may_be_per_replica():
+  statistics = dict(batch_norm_state().batch_stats["BatchNorm_0"])
+  statistics["mean"] = each_its_own(statistics["mean"])
+  state = batch_norm_state().replace(batch_stats={"BatchNorm_0": statistics})
+  new, _ = EIGHT.run(batch_norm_step, args=(state, sharded(EIGHT, 0)))
+  assert jax.tree.structure(new) == jax.tree.structure(state)
+  got = new.batch_stats["BatchNorm_0"]
+  parts = X[0].reshape(8, 2, 8)
+  np.testing.assert_allclose(
+    np.asarray(got["mean"]), 0.5 * parts.mean(1), rtol=1e-4, atol=1e-6
+  )
+  wanted = 0.5 + 0.5 * parts.var(1).mean(0)
+  np.testing.assert_allclose(got["var"], wanted, rtol=1e-4, atol=1e-6)
+
+
+# -- Mistakes.
 
 
 echo = lambda x: EIGHT.run(lambda x: x, args=(x,))
 SPLIT_OTHERWISE = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model")))
-
-
-NORM_OF_ANOTHER_AXIS = lambda: NORM.apply(
-  NORM_VARIABLES, jnp.ones((2, 3)), mutable=True
-)[0]
 
 
 def run_split_agn():
@@ -173,7 +282,7 @@ def donate(argnums):
     (run_split_agn, ValueError, "0/params/w1 is split over 'replica'"),
     (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
     (
-      lambda: EIGHT.run(NORM_OF_ANOTHER_AXIS),
+      lambda: EIGHT.run(lambda: normalize(jnp.ones((2, 3)), "batch")),
       ValueError,
       "batch.* axis_name='replica'",
     ),

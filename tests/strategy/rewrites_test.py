@@ -12,7 +12,7 @@ import tpu_programs
 
 import flaxshard as fs
 from flaxshard.replicas import context as replica_context
-from flaxshard.strategy import narrow_sums
+from flaxshard.strategy import rewrites
 
 P = jax.sharding.PartitionSpec
 PARAMS = np.arange(8.0, dtype=np.float32).reshape(2, 4)
@@ -53,7 +53,7 @@ def step_in_loop(params, x):
   return jax.lax.scan(step, params, length=2)[0]
 
 
-def summed_dtypes(fn, rewrite=narrow_sums.sum_before_widening):
+def summed_dtypes(fn, rewrite=rewrites.sum_before_widening):
   """Returns the dtypes that `fn` sums in, and its results on two replicas."""
   traced = jax.make_jaxpr(fn, axis_env=[("replica", 2)])(PARAMS[0], X[0])
   program = rewrite(traced)
