@@ -209,7 +209,7 @@ def center(scheme: str) -> Drawing:
     ("ours", "run", "facts that all workers must share"),
     ("ours", "worker/1", "its phase, and that it lives"),
     ("sent", "commit/0/1-4f0c/70", "its commit of local step 70"),
-    ("ours", "head/0", "names the newest center and slots"),
+    ("ours", "head", "names the newest centers and slots"),
     ("plain", "center/0/12-81ac", "parameters, version 12"),
     ("plain", "slots/0/12-81ac", "of its optimizer, for who merges"),
   )

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import hashlib
 import json
-import math
 from typing import Any
 import zlib
 
+import jax
+import numpy as np
+
 from flaxshard.center import train_states
+from flaxshard.center.layout import Layout
 from flaxshard.center.store import Objects
 from flaxshard.center.store import pack
 from flaxshard.center.store import unpack
-from flaxshard.center.update import CenterUpdate
+from flaxshard.core import checks
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update
 from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import agn as agn_lib
 
 _KEY = "run"
 
-# Of `CenterUpdate.probe`: machines differ in the last bits.
-_TOLERANCE = 1e-4
-
 
 def describe(
-  update: CenterUpdate, state: TrainState, facts: Mapping[str, Any]
+  layout: Layout, state: TrainState, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns the facts of a run as values for JSON.
 
   Args:
-    update: The center's update.
+    layout: The fragments of the center.
     state: The train state of a worker.
     facts: Further facts, such as the config.
   """
-  agn = update.agn
-  arrays = train_states.by_path(train_states.parts(state)["center"])
+  agn = layout.agn
+  arrays = train_states.center_leaves(state)
   fields = ("communication_period", "commit", "commit_delta")
   # The other options may change, as the number of workers may.
   options = ("fragments", "delay", "blend", "commit_dtype")
@@ -46,12 +50,33 @@ def describe(
     },
     "arrays": {p: f"{x.dtype}{list(x.shape)}" for p, x in arrays.items()},
     "parameters that do not change": {
-      path: zlib.crc32(train_states.to_host(x).tobytes())
+      path: zlib.crc32(np.asarray(x).tobytes())
       for path, x in arrays.items()
-      if path.startswith("params") and path not in update.fragment_of
+      if path.startswith("params") and path not in layout.fragment_of
     },
-    "change by some updates with fixed gradients": update.probe(),
+    "digest of an update by": {
+      name: _digest(tx, layout.shapes)
+      for name, tx in {"tx": state.tx, "outer_tx": agn.outer_tx}.items()
+      if tx is not None and not optimizer_update.objective_of(tx)
+    },
   }
+
+
+def _digest(tx: Any, shapes: TrainState) -> str:
+  """Returns a digest of an optimizer's update as a program.
+
+  Hyper-parameters are constants of the program.
+  """
+
+  def update(params: Any, grads: Any) -> agn_lib.ModelState:
+    center = agn_lib.ModelState(params, opt_state_lib.init(tx, params))
+    return agn_lib.apply_tx(tx, center, grads)
+
+  _, own = train_states.find(shapes)
+  traced = jax.jit(update).trace(shapes.params, own.grad_accum)
+  # The same on machines with other accelerators.
+  program = traced.lower(lowering_platforms=("cpu",)).as_text()
+  return hashlib.sha256(program.encode()).hexdigest()[:16]
 
 
 def agree(objects: Objects, own: dict[str, Any]) -> None:
@@ -67,33 +92,15 @@ def agree(objects: Objects, own: dict[str, Any]) -> None:
   content, generation = objects.read(_KEY)
   if content is None and objects.write(_KEY, pack(own), generation) is not None:
     return
-  here, there = _flat(own), _flat(read(objects))
-  for path in {**here, **there}:
-    if not _are_equal(here.get(path), there.get(path)):
-      raise ValueError(
-        f"Worker: {path} is {here.get(path)!r} here, and {there.get(path)!r} "
-        f"in the run in {objects.url}. All workers need the same. For another "
-        "run use another directory."
-      )
+  for path, here, there in checks.differences(own, read(objects)):
+    raise ValueError(
+      f"Worker: {path} is {here!r} here, and {there!r} in the run in "
+      f"{objects.url}. All workers need the same. For another run use another "
+      "directory."
+    )
 
 
 def read(objects: Objects) -> dict[str, Any] | None:
   """Returns the facts of the run in a store; None before its first worker."""
   content, _ = objects.read(_KEY)
   return None if content is None else unpack(_KEY, content)
-
-
-def _flat(facts: Any, path: str = "") -> dict[str, Any]:
-  """Returns the values of nested dicts by their paths."""
-  if not isinstance(facts, dict):
-    return {path: facts}
-  found: dict[str, Any] = {}
-  for key, value in facts.items():
-    found |= _flat(value, f"{path}.{key}" if path else key)
-  return found
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-  if isinstance(a, float) and isinstance(b, float):
-    return math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-12)
-  return a == b

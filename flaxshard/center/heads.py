@@ -1,6 +1,6 @@
-"""Heads: the objects that name the newest version of each fragment.
+"""The head: the object that names the newest version of each fragment.
 
-A head changes by compare-and-swap only. What it names is written once, under a
+It changes by compare-and-swap only. What it names is written once, under a
 unique name, and never changed. So a center, its slots and the commits in it
 always belong together.
 """
@@ -17,6 +17,8 @@ from flaxshard.center import store
 
 Arrays = dict[str, Any]
 
+_KEY = "head"
+
 
 class Center(NamedTuple):
   """One version of a fragment of the center.
@@ -27,6 +29,8 @@ class Center(NamedTuple):
     arrays: The arrays by path.
     slots: The optimizer's slots by path, if they were read.
     remainders: With the slots: what encoding has cut off, by path.
+    workers: Number of workers whose commits made this version; 0 for a center
+      that was no update.
   """
 
   fragment: int
@@ -34,6 +38,7 @@ class Center(NamedTuple):
   arrays: Arrays
   slots: Mapping[str, Any] = {}
   remainders: Mapping[str, Any] = {}
+  workers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +50,15 @@ class Head:
     name: The unique name of its objects, `version-unique`: `center/...` has the
       parameters, `slots/...` the optimizer's slots, which only who merges
       reads, and `change/...` the encoded change since the last version.
+    workers: See `Center`.
     taken: By start of a worker, `worker-start`: the local step of its last
       commit in the center.
-    workers: Number of workers whose commits made this version; 0 for a center
-      that was no update.
-    finished: Whether this is the final center.
   """
 
   version: int
   name: str
-  taken: dict[str, int] = dataclasses.field(default_factory=dict)
   workers: int = 0
-  finished: bool = False
-
-  @property
-  def step(self) -> int:
-    """The largest local step of a commit in the center."""
-    return max(self.taken.values(), default=0)
+  taken: dict[str, int] = dataclasses.field(default_factory=dict)
 
   def keys(self, fragment: int) -> list[str]:
     """Returns the keys of the objects of this version."""
@@ -69,82 +66,114 @@ class Head:
     return [f"{kind}/{fragment}/{self.name}" for kind in kinds]
 
 
-def version_of(key: str) -> int:
-  """Returns the version in the key of a center, of slots or of a change."""
-  return int(key.rpartition("/")[2].partition("-")[0])
+@dataclasses.dataclass(frozen=True)
+class Heads:
+  """The heads of all fragments, as one object of the store has them.
+
+  Attributes:
+    generation: The generation of the object.
+    heads: One for each fragment; none before the first worker.
+    finished: Whether this is the final center.
+  """
+
+  generation: bytes
+  heads: list[Head] = dataclasses.field(default_factory=list)
+  finished: bool = False
+
+  @property
+  def versions(self) -> list[int]:
+    """The version of each fragment."""
+    return [head.version for head in self.heads]
+
+  @property
+  def step(self) -> int:
+    """The largest local step of a commit in the center."""
+    return max((x for h in self.heads for x in h.taken.values()), default=0)
 
 
-def read(objects: store.Objects, fragment: int) -> tuple[Head | None, bytes]:
-  """Returns a head, None if there is none, and its generation."""
-  key = f"head/{fragment}"
-  content, generation = objects.read(key)
-  if content is None:
-    return None, generation
-  return Head(**store.unpack(key, content)), generation
+def read(objects: store.Objects, *, has_begun: bool = True) -> Heads:
+  """Returns the heads.
 
-
-def read_every(objects: store.Objects, fragments: int) -> list[Head]:
-  """Returns the heads of all fragments.
+  Args:
+    objects: The store.
+    has_begun: Whether a worker has written them: it is an error if they are
+      missing.
 
   Raises:
-    StoreError: One is missing.
+    DamagedError: They are damaged or missing.
   """
-  found = [read(objects, fragment)[0] for fragment in range(fragments)]
-  there = [head for head in found if head is not None]
-  if len(there) < fragments:
-    raise store.StoreError(f"{objects.url} has no heads, or has lost some.")
-  return there
-
-
-def have_ended(found: list[Head]) -> bool:
-  """Returns whether the heads of all fragments name the final center."""
-  return all(head.finished for head in found)
-
-
-def swap(
-  objects: store.Objects, fragment: int, new: Head, generation: bytes
-) -> bool:
-  """Replaces a head; returns whether it still had the generation."""
-  key, content = f"head/{fragment}", store.pack(dataclasses.asdict(new))
-  return (
-    objects.write(key, content, generation) is not None
-    # A write whose answer was lost is our own: its name is unique.
-    or objects.read(key)[0] == content
+  content, generation = objects.read(_KEY)
+  if content is None:
+    if has_begun:
+      raise store.DamagedError(f"{_KEY} in {objects.url} is missing.")
+    return Heads(generation)
+  found = store.unpack(_KEY, content)
+  return Heads(
+    generation, [Head(**head) for head in found["heads"]], found["finished"]
   )
 
 
-def publish(
+def swap(objects: store.Objects, new: Heads) -> bool:
+  """Writes heads; returns whether the object still had their generation."""
+  heads = [dataclasses.asdict(head) for head in new.heads]
+  content = store.pack({"heads": heads, "finished": new.finished})
+  return objects.write(_KEY, content, new.generation) is not None
+
+
+def replace(
+  objects: store.Objects, old: Heads, fragment: int, new: Head
+) -> bool:
+  """Replaces the head of a fragment, unless another one has come meanwhile.
+
+  Args:
+    objects: The store.
+    old: The heads that were read.
+    fragment: The number of the fragment.
+    new: Its new head.
+
+  Returns:
+    Whether it was replaced.
+  """
+  found = old
+  while not found.finished and found.heads[fragment] == old.heads[fragment]:
+    heads = [*found.heads]
+    heads[fragment] = new
+    if swap(objects, dataclasses.replace(found, heads=heads)):
+      return True
+    # Another fragment has a new head, or the answer to a write was lost.
+    found = read(objects)
+  return found.heads[fragment] == new
+
+
+def write(
   objects: store.Objects,
   center: Center,
-  generation: bytes,
   change: Arrays | None = None,
-  **fields: Any,
-) -> bool:
-  """Writes a center under a new name and swaps the head.
+  taken: dict[str, int] | None = None,
+) -> Head:
+  """Writes a center under a new name.
 
   Args:
     objects: The store.
     center: The center of a fragment with its slots.
-    generation: The generation of the head that it replaces, or of none.
     change: See `add_change`.
-    **fields: The other fields of the new head.
+    taken: See `Head`.
 
   Returns:
-    Whether the head still had the generation. If not, nothing stays.
+    A head that names it.
   """
-  name = f"{center.version}-{uuid.uuid4().hex[:8]}"
-  head = Head(center.version, name, **fields)
-  slots = {"slots": center.slots, "remainders": center.remainders}
-  trees = [{"arrays": center.arrays}, slots]
-  if change:
-    trees.append({"arrays": change})
-  keys = head.keys(center.fragment)[: len(trees)]
+  # Sorted by their versions.
+  name = f"{center.version:09d}-{uuid.uuid4().hex[:8]}"
+  head = Head(center.version, name, center.workers, taken or {})
+  trees = [
+    {"arrays": center.arrays},
+    {"slots": center.slots, "remainders": center.remainders},
+    {"arrays": change},
+  ]
+  keys = head.keys(center.fragment)[: 3 if change else 2]
   packed = map(store.pack, trees)
-  objects.write_all(dict(zip(keys, packed, strict=True)))
-  if swap(objects, center.fragment, head, generation):
-    return True
-  objects.delete(keys)
-  return False
+  objects.write_all(dict(zip(keys, packed, strict=False)))
+  return head
 
 
 def read_center(
@@ -154,7 +183,7 @@ def read_center(
   *,
   base: Center | None = None,
   slots: bool = False,
-) -> tuple[Head, Center]:
+) -> Center:
   """Returns the center that a head names, or a newer one.
 
   Args:
@@ -177,8 +206,8 @@ def read_center(
     if None not in contents:
       break
     # Merged meanwhile, and swept.
-    newer, _ = read(objects, fragment)
-    if newer is None or newer.name == head.name:
+    newer = read(objects).heads[fragment]
+    if newer == head:
       missing = keys[contents.index(None)]
       raise store.DamagedError(f"{missing} in {objects.url} is missing.")
     head = newer
@@ -187,7 +216,7 @@ def read_center(
     found |= store.unpack(key, content or b"")
   if from_base and base:
     found["arrays"] = add_change(base.arrays, found["arrays"])
-  return head, Center(fragment, head.version, **found)
+  return Center(fragment, head.version, workers=head.workers, **found)
 
 
 def add_change(arrays: Arrays, change: Arrays) -> Arrays:
@@ -195,12 +224,12 @@ def add_change(arrays: Arrays, change: Arrays) -> Arrays:
 
   Args:
     arrays: The arrays before.
-    change: By path, `{"by": ...}` with an encoded difference, or `{"to": ...}`
-      with the new value.
+    change: By path, the encoded difference of a parameter, and the new value of
+      another array.
   """
   return {
-    path: change[path]["to"]
-    if "to" in change[path]
-    else (x + encoding.decode(change[path]["by"])).astype(x.dtype)
+    path: (x + encoding.decode(change[path])).astype(x.dtype)
+    if path.split("/")[0] == "params"
+    else change[path]
     for path, x in arrays.items()
   }

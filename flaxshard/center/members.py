@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import uuid
 
 from flaxshard.center import store
+from flaxshard.center.watch import Watch
 from flaxshard.wrappers.agn_store import Store
 
 # The name of the process that merges and does not train.
@@ -27,10 +28,10 @@ _BEAT_SECONDS = (0.2, 5.0)
 
 
 class _Seen(NamedTuple):
-  """The last sign of life of a worker, and when it was new.
+  """The last sign of life of a process, and when it was new.
 
   `phase`: "training", "done", "away" once it has left, or "absent" before it
-  comes.
+  comes; of the synchronizer "merging".
   """
 
   content: bytes | None
@@ -78,32 +79,25 @@ class Members:
     self.patience = (_MISSED_BEATS + 1) * self._seconds
     self._generation = b""
     self._is_replaced = False
-    names = [SYNCHRONIZER, *map(str, range(num_workers))]
+    names = map(str, range(num_workers))
     self._seen = dict.fromkeys(names, _Seen(b"", time.monotonic(), "absent"))
-    self._seen[name] = _Seen(b"", math.inf, "training")
+    phase = "merging" if name == SYNCHRONIZER else "training"
+    self._seen[name] = _Seen(b"", math.inf, phase)
     self._lock = threading.Lock()
-    self._closed = threading.Event()
-    self._thread = threading.Thread(target=self._run, daemon=True)
-
-  @property
-  def names(self) -> set[str]:
-    """The numbers of all workers, as strings."""
-    return self._seen.keys() - {SYNCHRONIZER}
+    self._last_look = math.inf
+    self._watch = Watch(self._beat_and_look)
 
   def enter(self) -> None:
     """Takes the place of an older start of this worker; signs of life begin."""
     self._generation = self._objects.read(self._key)[1]
     self._beat(takes_over=True)
     self.look()
-    self._thread.start()
+    self._watch.start()
 
   def leave(self) -> None:
     """Ends the signs of life; the others need not wait for this worker."""
-    self._closed.set()
-    if self._thread.ident is None:
-      return
-    self._thread.join(store.JOIN_SECONDS)
-    if not self.is_done:
+    self._watch.close()
+    if self._generation and not self.is_done:
       self.announce("away")
 
   def announce(self, phase: str) -> None:
@@ -115,7 +109,7 @@ class Members:
 
   def look(self) -> None:
     """Reads the objects of all others."""
-    keys = [key for key in self._objects.list("worker/") if key != self._key]
+    keys = [key for key in self._objects.keys("worker/") if key != self._key]
     for key, content in zip(keys, self._objects.read_all(keys), strict=True):
       found, name = _parse(key, content), key.partition("/")[2]
       if not found or not (name.isdigit() or name == SYNCHRONIZER):
@@ -123,17 +117,35 @@ class Members:
       if name not in self._seen or content != self._seen[name].content:
         self._seen[name] = _Seen(content, time.monotonic(), found["phase"])
 
-  def in_phase(self, phase: str) -> set[str]:
-    """Returns the workers that are in a phase."""
-    return {name for name in self.names if self._seen[name].phase == phase}
+  def find(self, *phases: str, seconds: float = math.inf) -> set[str]:
+    """Returns the names of those that are in one of some phases.
+
+    Args:
+      *phases: The phases.
+      seconds: Only those that have given a sign of life within so many seconds.
+    """
+    oldest = time.monotonic() - seconds
+    return {
+      name
+      for name, seen in [*self._seen.items()]
+      if seen.phase in phases and seen.time >= oldest
+    }
 
   @property
   def is_done(self) -> bool:
     """Whether this worker has finished."""
     return self._seen[self._name].phase == "done"
 
+  @property
+  def have_ended(self) -> bool:
+    """Whether this worker is done, and the others are, or are gone."""
+    return self.is_done and not self.find(
+      "training", "absent", seconds=self._deadline
+    )
+
   def check(self) -> None:
     """Raises a RuntimeError if another start has replaced this one."""
+    self._watch.check()
     if self._is_replaced:
       raise RuntimeError(
         f"Worker: worker {self._name} of {self._objects.url} was started "
@@ -141,43 +153,24 @@ class Members:
         "own."
       )
 
-  def over(self, seconds: float) -> set[str]:
-    """Returns the workers that commit no more, for now or for ever.
-
-    Args:
-      seconds: How long a worker may give no sign of life.
-    """
-    now = time.monotonic()
-    quiet = {x for x in self.names if now - self._seen[x].time > seconds}
-    return quiet | self.in_phase("done") | self.in_phase("away")
-
-  @property
-  def have_ended(self) -> bool:
-    """Whether this worker is done, and the others are, or are gone."""
-    return self.is_done and self.over(self._deadline) >= self.names
-
   def merges(self, fragment: int) -> bool:
     """Returns whether this process is the one to merge a fragment."""
-    oldest = time.monotonic() - _MISSED_BEATS * self._seconds
-    here = {
-      name
-      for name, seen in self._seen.items()
-      if seen.time > oldest and seen.phase in ("training", "done")
-    }
+    here = self.find(
+      *("training", "done", "merging"), seconds=_MISSED_BEATS * self._seconds
+    )
     if SYNCHRONIZER in here:
       return self._name == SYNCHRONIZER
     order = sorted(here, key=int)
     return self._name == order[fragment % len(order)]
 
-  def _run(self) -> None:
-    last = time.monotonic()
-    while not self._closed.wait(self._seconds):
-      now = time.monotonic()
-      self.was_away |= now - last > self._deadline
-      last = now
-      with contextlib.suppress(store.StoreError):  # the store has warned
-        self._beat()
-        self.look()
+  def _beat_and_look(self) -> float:
+    now = time.monotonic()
+    self.was_away |= now - self._last_look > self._deadline
+    self._last_look = now
+    with contextlib.suppress(store.StoreError):  # it has warned
+      self._beat()
+      self.look()
+    return self._seconds
 
   def _beat(self, *, takes_over: bool = False) -> None:
     """Writes the object of this worker, unless another start has replaced it.

@@ -1,4 +1,4 @@
-"""Merging: commits become a new version of the center by one swap of a head.
+"""Merging: commits become a new version of the center by one swap of the head.
 
 Who merges reads the head, the center, its slots and the commits that are not in
 it, computes, writes the results under a unique name, and swaps the head. Who
@@ -13,20 +13,19 @@ When it ends, the workers merge again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import logging
-import math
-import threading
 import time
 from typing import Any
 
 from flaxshard.center import commits as commits_lib
 from flaxshard.center import heads
 from flaxshard.center import store
-from flaxshard.center.commits import Stored
-from flaxshard.center.heads import Head
+from flaxshard.center import watch
+from flaxshard.center.commits import Key
+from flaxshard.center.layout import Layout
 from flaxshard.center.members import Members
 from flaxshard.center.members import SYNCHRONIZER
 from flaxshard.center.update import CenterUpdate
@@ -47,6 +46,8 @@ _SWEEP_SECONDS = 2.0
 class Merger:
   """A thread that merges the commits of the fragments that are its to merge.
 
+  Once all workers are done or gone, it makes the center the final one.
+
   Args:
     objects: The store.
     update: The center's update.
@@ -55,9 +56,7 @@ class Merger:
 
   Attributes:
     members: The workers.
-    wake: An event: look for commits now.
-    ends: An event: nobody commits any more, and the center is to be made the
-      final one. So it is once all workers are done or gone.
+    watch: The thread.
   """
 
   def __init__(
@@ -71,64 +70,54 @@ class Merger:
     self._update = update
     self._options = update.agn.transport
     self.members = Members(objects, name, num_workers, self._options)
-    self.wake = threading.Event()
-    self.ends = threading.Event()
+    self.watch = watch.Watch(self._look)
     # By fragment: since when commits wait for the others, and in which version.
     self._waits: dict[int, tuple[int, float]] = {}
-    self._closed = threading.Event()
-    self._error: BaseException | None = None
-    self._thread = threading.Thread(target=self._run, daemon=True)
+    self._swept = time.monotonic()
 
   def start(self) -> None:
     """Joins the workers, and begins to merge."""
     self.members.enter()
-    self._thread.start()
+    self.watch.start()
 
   def check(self) -> None:
-    """Raises what has ended the thread, or the start of this worker."""
+    """Raises what has ended a thread, or the start of this worker."""
     self.members.check()
-    if self._error is not None:
-      raise self._error
+    self.watch.check()
 
   def close(self) -> None:
     """Ends the thread, and leaves the workers."""
-    self._closed.set()
-    self.wake.set()
-    if self._thread.ident is not None:
-      self._thread.join(store.JOIN_SECONDS)
+    self.watch.close()
     self.members.leave()
 
-  def _run(self) -> None:
-    swept = -math.inf
-    try:
-      while not self._closed.is_set():
-        start, changed = time.monotonic(), False
-        last = self.ends.is_set() or self.members.have_ended
-        fragments = [
-          fragment
-          for fragment in range(self._options.fragments)
-          if last or self.members.merges(fragment)
-        ]
-        with contextlib.suppress(store.StoreError):  # the store has warned
-          if start - swept > _SWEEP_SECONDS:
-            swept = start
-            for fragment in fragments:
-              self._sweep(fragment)
-          for fragment in fragments:
-            changed |= self._merge(fragment, last)
-        pause = 0.0 if changed else store.pause_after(start, _PAUSE_LOOKS)
-        if self.wake.wait(pause):
-          self.wake.clear()
-    except BaseException as e:
-      self._error = e
+  def _look(self) -> float:
+    """Merges what has come, and deletes older versions at times."""
+    start = time.monotonic()
+    last = self.members.have_ended
+    mine = [
+      fragment
+      for fragment in range(self._options.fragments)
+      if last or self.members.merges(fragment)
+    ]
+    if start - self._swept > _SWEEP_SECONDS:
+      self._swept = start
+      self._sweep(mine)
+    found = commits_lib.find(self._objects) if mine else []
+    is_new = False
+    for fragment in mine:
+      keys = [key for key in found if key.fragment == fragment]
+      is_new |= self._merge(fragment, keys, last)
+    if last and not is_new:
+      is_new = self._finish()
+    return 0.0 if is_new else watch.pause_after(start, _PAUSE_LOOKS)
 
-  def _merge(self, fragment: int, last: bool) -> bool:
+  def _merge(self, fragment: int, found: list[Key], last: bool) -> bool:
     """Merges the commits of a fragment, if enough have come.
 
     Args:
       fragment: Its number.
-      last: Whether nobody commits any more: whatever there is, is merged, and
-        what it becomes is the final center.
+      found: The keys of its commits.
+      last: Whether nobody commits any more: whatever there is, is merged.
 
     Returns:
       Whether there is a new head.
@@ -137,31 +126,30 @@ class Merger:
       StoreError: The store cannot be reached.
       DamagedError: The center is damaged.
     """
-    found = commits_lib.find(self._objects, f"{fragment}/")
-    if not found and not last:
+    if not found:
       self._waits.pop(fragment, None)
       return False
-    head, generation = heads.read(self._objects, fragment)
-    if head is None or head.finished:
+    center = heads.read(self._objects)
+    head = center.heads[fragment]
+    if center.finished:
       return False
-    new = [c for c in found if c.step > head.taken.get(c.name, 0)]
-    self._objects.delete(c.key for c in found if c not in new)
-    if last and not new:
-      final = dataclasses.replace(head, finished=True)
-      changed = heads.swap(self._objects, fragment, final, generation)
-      self._sweep(fragment)
-      return changed
+    new = [key for key in found if not key.is_in(head)]
+    self._objects.delete(str(key) for key in found if key.is_in(head))
     if self._update.agn.commit != "sequential":
       new = self._choose(fragment, head, new, last)
-    return bool(new) and self._apply(fragment, head, generation, new)
+    return bool(new) and self._apply(fragment, center, new)
 
   def _choose(
-    self, fragment: int, head: Head, found: list[Stored], last: bool
-  ) -> list[Stored]:
+    self,
+    fragment: int,
+    head: heads.Head,
+    found: list[Key],
+    last: bool,
+  ) -> list[Key]:
     """Returns the commits of one update by mean or sum, if they are enough."""
-    chosen: dict[str, Stored] = {}
-    for commit in sorted(found, key=lambda c: c.step):
-      chosen.setdefault(commit.worker, commit)
+    chosen: dict[str, Key] = {}
+    for key in sorted(found, key=lambda key: key.step):
+      chosen.setdefault(key.worker, key)
     if not chosen:
       return []
     now = time.monotonic()
@@ -170,67 +158,66 @@ class Merger:
       since = now
     self._waits[fragment] = head.version, since
     # A worker that seems to have ended is not waited for.
-    over = self.members.over(self.members.patience)
-    is_whole = self.members.names <= over | chosen.keys()
-    count = len(chosen.keys() | self.members.in_phase("done"))
+    patience = self.members.patience
+    awaited = self.members.find("training", "absent", seconds=patience)
+    count = len(chosen.keys() | self.members.find("done"))
     is_enough = count >= self._options.quorum and (
-      is_whole or now - since >= self._options.grace
+      awaited <= chosen.keys() or now - since >= self._options.grace
     )
-    return list(chosen.values()) if last or is_enough else []
+    return [*chosen.values()] if last or is_enough else []
 
-  def _apply(
-    self, fragment: int, head: Head, generation: bytes, found: list[Stored]
-  ) -> bool:
+  def _apply(self, fragment: int, found: heads.Heads, keys: list[Key]) -> bool:
     """Computes a new version and swaps the head; returns whether it did."""
-    keys = [c.key for c in found]
-    contents = self._objects.read_all(keys)
-    newest, center = heads.read_center(
-      self._objects, fragment, head, slots=True
-    )
-    if None in contents or newest.version != head.version:
+    head = found.heads[fragment]
+    contents = self._objects.read_all([*map(str, keys)])
+    center = heads.read_center(self._objects, fragment, head, slots=True)
+    if None in contents or center.version != head.version:
       return False  # swapped meanwhile
     good: list[dict[str, Any]] = []
-    for c, content in zip(found, contents, strict=True):
+    for key, content in zip(keys, contents, strict=True):
       try:
-        good.append(
-          commits_lib.decode(self._update, fragment, c.key, content or b"")
-        )
+        good.append(self._update.decode(fragment, str(key), content or b""))
       except store.DamagedError as e:
-        _log.warning("a commit of worker %s is set aside: %s", c.worker, e)
+        _log.warning("a commit of worker %s is set aside: %s", key.worker, e)
     # In the order of their steps.
-    taken = head.taken | {c.name: c.step for c in found}
-    if not good:
-      # Not to be read again.
-      new = dataclasses.replace(head, taken=taken)
-      return heads.swap(self._objects, fragment, new, generation)
-    # The oldest first.
-    good.sort(key=lambda commit: commit["version"])
-    new_center, change = commits_lib.merge(self._update, center, good)
-    is_new = heads.publish(
-      self._objects,
-      new_center,
-      generation,
-      change,
-      taken=taken,
-      workers=len(good),
-    )
+    taken = head.taken | {key.name: key.step for key in keys}
+    # If all are damaged: not to be read again.
+    new = dataclasses.replace(head, taken=taken)
+    if good:
+      # The oldest first.
+      good.sort(key=lambda commit: commit["version"])
+      center, change = self._update.merge(center, good)
+      new = heads.write(self._objects, center, change, taken)
+    is_new = heads.replace(self._objects, found, fragment, new)
     if is_new:
-      self._objects.delete(keys)
+      self._objects.delete(map(str, keys))
+    elif good:
+      self._objects.delete(new.keys(fragment))
     return is_new
 
-  def _sweep(self, fragment: int) -> None:
+  def _finish(self) -> bool:
+    """Makes the center the final one if all commits are in it."""
+    center = heads.read(self._objects)
+    found = commits_lib.find(self._objects)
+    if center.finished or any(
+      key.fragment == fragment and not key.is_in(head)
+      for fragment, head in enumerate(center.heads)
+      for key in found
+    ):
+      return False
+    is_new = heads.swap(
+      self._objects, dataclasses.replace(center, finished=True)
+    )
+    self._sweep(range(self._options.fragments))
+    return is_new
+
+  def _sweep(self, fragments: Sequence[int]) -> None:
     """Deletes older versions, also of mergers that ended before their swap."""
-    head, _ = heads.read(self._objects, fragment)
-    if head is None:
-      return
-    named = head.keys(fragment)
-    for key in named:
-      # A newer one is being written.
-      self._objects.delete(
-        other
-        for other in self._objects.list(f"{key.rpartition('/')[0]}/")
-        if other not in named and heads.version_of(other) <= head.version
-      )
+    found = heads.read(self._objects, has_begun=False)
+    for fragment, head in enumerate(found.heads):
+      if fragment in fragments:
+        for key in head.keys(fragment):
+          self._objects.delete_before(key)
 
 
 def synchronize(
@@ -247,7 +234,7 @@ def synchronize(
     StoreError: The store cannot be read or written at the start.
     DamagedError: The center is damaged.
   """
-  update = CenterUpdate(state)
+  update = CenterUpdate(Layout(state))
   merger = Merger(objects, update, SYNCHRONIZER, num_workers=0)
   merger.start()
   _log.info("merging the commits of the workers in %s", objects.url)
@@ -255,8 +242,7 @@ def synchronize(
     while not should_stop():
       merger.check()
       with contextlib.suppress(store.StoreError):  # the store has warned
-        found = heads.read_every(objects, update.agn.transport.fragments)
-        if heads.have_ended(found):
+        if heads.read(objects, has_begun=False).finished:
           _log.info("the run has ended")
           return
       time.sleep(_SYNCHRONIZER_SECONDS)

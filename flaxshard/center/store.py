@@ -6,7 +6,7 @@ certain generation. Everything here rests on that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
 import logging
 import math
@@ -24,11 +24,6 @@ from flaxshard.core import files
 
 _log = logging.getLogger("flaxshard")
 
-# A class with a method `list` has no other name for these.
-Keys = list[str]
-Contents = list[bytes | None]
-Reads = list[tuple[bytes | None, bytes]]
-
 # The key of an array in a header.
 _ARRAY = "@array"
 
@@ -36,17 +31,19 @@ _ARRAY = "@array"
 # link.
 _SMALL_SECONDS, _LARGE_SECONDS = 60.0, 600.0
 
-# Bounds of the pauses in seconds between two looks for something new.
-_LOOK_PAUSES = (0.005, 0.5)
-
-# Seconds that the end of this process waits for a request.
-JOIN_SECONDS = 10.0
-
-# Stores in memory are those of this process.
-_MEMORY = ts.Context()
-
 # TensorStore's own attempts end after seconds, not after minutes.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
+
+# Of all stores of this process: those in memory share their objects. Files are
+# not flushed to the disk, which takes as long as all else: a machine that loses
+# power may damage its last objects, which their checksums tell.
+_CONTEXT = ts.Context(
+  {
+    "file_io_sync": False,
+    "gcs_request_retries": _RETRIES,
+    "s3_request_retries": _RETRIES,
+  }
+)
 
 
 class StoreError(OSError):
@@ -74,17 +71,6 @@ def center_url(directory: str) -> str:
   if directory.startswith(("gs://", "s3://", "memory://")):
     return f"{directory.rstrip('/')}/center"
   return os.path.join(files.absolute(directory), "center")
-
-
-def pause_after(start: float, looks: float) -> float:
-  """Returns the seconds until the next look: a far store is asked less often.
-
-  Args:
-    start: When the last look began, by `time.monotonic`.
-    looks: The pause as a multiple of what it took.
-  """
-  least, most = _LOOK_PAUSES
-  return min(max(looks * (time.monotonic() - start), least), most)
 
 
 def pack(tree: Any) -> bytes:
@@ -165,7 +151,7 @@ class Objects:
     >>> content, generation = objects.read("head")
     >>> content, objects.write("head", b"1", generation) is None
     (None, False)
-    >>> objects.write("head", b"2", generation), objects.list("he")
+    >>> objects.write("head", b"2", generation), objects.keys("he")
     (None, ['head'])
   """
 
@@ -184,9 +170,8 @@ class Objects:
     [found] = self._read([key])
     return found
 
-  def read_all(self, keys: Iterable[str]) -> Contents:
+  def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
     """Returns the contents of objects, read at the same time."""
-    keys = list(keys)
     known = dict(self._written.get(_kind_of(key), ("", b"")) for key in keys)
     others = [key for key in keys if key not in known]
     found = {
@@ -223,7 +208,12 @@ class Objects:
     keys = list(keys)
     self._run("written", lambda: [self._kv.write(key, None) for key in keys])
 
-  def list(self, prefix: str) -> Keys:
+  def delete_before(self, key: str) -> None:
+    """Deletes the objects of the kind of a key that are sorted before it."""
+    older = ts.KvStore.KeyRange(f"{_kind_of(key)}/", key)
+    self._run("written", lambda: [self._kv.delete_range(older)])
+
+  def keys(self, prefix: str) -> list[str]:
     """Returns the keys that begin with a prefix, sorted."""
     keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
     [found] = self._run("read", lambda: [self._kv.list(keys)])
@@ -235,7 +225,7 @@ class Objects:
       if time.monotonic() - since > seconds:
         raise StoreError(f"{self.url} cannot be {verb} for {seconds:g} seconds")
 
-  def _read(self, keys: Keys) -> Reads:
+  def _read(self, keys: Sequence[str]) -> list[tuple[bytes | None, bytes]]:
     found = []
     for result in self._run(
       "read", lambda: [self._kv.read(key) for key in keys], _LARGE_SECONDS
@@ -282,28 +272,14 @@ def _kind_of(key: str) -> str:
 
 def _open(url: str) -> Any:
   """Opens a store: the future of a `KvStore`."""
-  scheme, _, path = url.rpartition("://")
-  if not scheme:
-    # Not flushed to the disk, which takes as long as all else: a machine that
-    # loses power may damage its last objects, which their checksums tell.
-    context = {"file_io_sync": False}
-    return ts.KvStore.open(
-      {"driver": "file", "path": f"{url}/", "context": context}
-    )
-  if scheme == "memory":
-    spec: dict[str, Any] = {"driver": "memory", "path": f"{path}/"}
-    return ts.KvStore.open(spec, context=_MEMORY)
-  bucket, _, name = path.partition("/")
-  driver = {"gs": "gcs", "s3": "s3"}[scheme]
-  spec = {
-    "driver": driver,
-    "bucket": bucket,
-    "path": f"{name}/" if name else "",
-    "context": {f"{driver}_request_retries": _RETRIES},
-  }
-  if scheme == "s3":
+  spec: Any = f"{url}/"
+  if "://" not in url:
+    spec = {"driver": "file", "path": spec}
+  elif url.startswith("s3://"):
+    bucket, _, path = spec.removeprefix("s3://").partition("/")
+    spec = {"driver": "s3", "bucket": bucket, "path": path}
     # Of any server: else two could write after both have read.
     spec["use_conditional_write"] = True
     if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
       spec["endpoint"] = endpoint
-  return ts.KvStore.open(spec)
+  return ts.KvStore.open(spec, context=_CONTEXT)

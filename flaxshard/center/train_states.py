@@ -1,8 +1,13 @@
-"""The parts of a worker's train state that commits and centers are about."""
+"""Train states of workers: which arrays are exchanged, and new ones in place.
+
+Arrays are named by their paths in the train state: those of the center are
+`params/kernel` or, in other collections, `batch_stats/mean`. A worker has local
+ones beside them, and sums of gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -23,11 +28,8 @@ from flaxshard.wrappers.agn import AGNState
 PyTree = Any
 S = TypeVar("S", bound=TrainState)
 
-# Fields of `AGNState` that are parts as they are.
-_FIELDS = (
-  *("local_opt_state", "local_step", "commits"),
-  *("received", "sent", "versions"),
-)
+# The path of `AGNState`.
+_OWN = f"wrapper_states/{AGN.name}"
 
 
 def find(state: Any) -> tuple[AGN, AGNState]:
@@ -47,130 +49,124 @@ def find(state: Any) -> tuple[AGN, AGNState]:
   )
 
 
-def parts(state: TrainState) -> dict[str, PyTree]:
-  """Returns the parts of a train state.
-
-  Returns:
-    `"center"` and its `"slots"`; `"local"`, the arrays of the local steps;
-    `"sum"`, the accumulators; and fields of `AGNState`. Paths in the center, in
-    `"local"` and in `"sum"` begin with `params` or the name of another
-    collection, such as `batch_stats`.
-  """
-  agn, own = find(state)
-  others = {name: getattr(state, name) for name in own.collections}
-  return {
-    "center": {"params": state.params, **others},
-    "slots": state.opt_state if agn.outer_tx is None else own.outer_opt_state,
-    "local": {"params": own.local_params, **own.collections},
-    "sum": {"params": own.grad_accum},
-    **{name: getattr(own, name) for name in _FIELDS},
-  }
-
-
-def with_parts(state: S, **new: PyTree) -> S:
-  """Returns a state with other parts, whose arrays lie where the old ones do.
-
-  Args:
-    state: The train state.
-    **new: Parts, with arrays of JAX or NumPy.
-  """
-  agn, own = find(state)
-  old = parts(state)
-  new = jax.tree.map(
-    lambda x, old: old if x is old else _place(x, old), {**old, **new}, old
-  )
-  fields = {name: new[name] for name in _FIELDS}
-  if agn.outer_tx is None:
-    state = state.replace(opt_state=new["slots"])
-  else:
-    fields["outer_opt_state"] = new["slots"]
-  own = own._replace(
-    local_params=new["local"].pop("params"),
-    collections=new["local"],
-    grad_accum=new["sum"]["params"],
-    **fields,
-  )
-  wrapper_states = {**state.wrapper_states, agn.name: own}
-  return state.replace(**new["center"], wrapper_states=wrapper_states)
-
-
-def by_path(tree: PyTree) -> Arrays:
-  """Returns the leaves of a tree by their paths."""
+def leaves(tree: PyTree) -> Arrays:
+  """Returns the leaves of a train state, or of another tree, by their paths."""
   return {
     trees.path_string(path): x
     for path, x in jax.tree_util.tree_leaves_with_path(tree)
   }
 
 
-def replace(tree: PyTree, arrays: Mapping[str, Any]) -> PyTree:
-  """Returns a tree with other arrays at some paths."""
-  if not arrays:
-    return tree
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: arrays.get(trees.path_string(path), x), tree
-  )
+def with_leaves(state: S, new: Mapping[str, Any]) -> S:
+  """Returns a state with other leaves, which lie where the old ones do.
+
+  Args:
+    state: The train state.
+    new: Arrays of JAX or NumPy by path.
+  """
+
+  def replace(path: trees.Path, x: Any) -> Any:
+    name = trees.path_string(path)
+    return _place(new[name], x) if name in new else x
+
+  return jax.tree_util.tree_map_with_path(replace, state)
 
 
-def key_data(x: Any) -> Any:
-  """Returns an array; of PRNG keys their data."""
-  return jax.random.key_data(x) if trees.is_prng_key(x) else x
+def center_leaves(state: TrainState) -> Arrays:
+  """Returns parameters and other collections by path."""
+  kinds = {"params", *find(state)[1].collections}
+  return {k: x for k, x in leaves(state).items() if k.split("/")[0] in kinds}
 
 
-def to_host(x: Any) -> np.ndarray:
-  """Returns an array as one of NumPy; of PRNG keys their data."""
-  return np.asarray(key_data(x))
+def local_path(path: str) -> str:
+  """Returns the path of a worker's own array beside one of the center."""
+  if path.split("/")[0] == "params":
+    return f"{_OWN}/local_{path}"
+  return f"{_OWN}/collections/{path}"
 
 
-def put_center(state: S, new: Center, local: Arrays | None = None) -> S:
+def sum_path(path: str) -> str:
+  """Returns the path of the accumulator of a parameter."""
+  return f"{_OWN}/grad_accum{path.removeprefix('params')}"
+
+
+def own(**fields: Any) -> Arrays:
+  """Returns fields of `AGNState` by path."""
+  return {f"{_OWN}/{name}": x for name, x in fields.items()}
+
+
+def slots_of(state: TrainState) -> tuple[str, PyTree]:
+  """Returns the state of the center's optimizer, after its path."""
+  agn, own = find(state)
+  if agn.outer_tx is None:
+    return "opt_state", state.opt_state
+  return f"{_OWN}/outer_opt_state", own.outer_opt_state
+
+
+def put_center(
+  state: S, new: Center, local: Arrays | None = None, **fields: Any
+) -> S:
   """Returns the state with another center.
 
   Args:
     state: The train state of a worker.
     new: The center of a fragment.
-    local: New arrays of the local steps; the others stay.
+    local: New arrays for the local steps, by their paths in the center; the
+      others stay.
+    **fields: New fields of `AGNState`.
   """
-  old = parts(state)
-  return with_parts(
-    state,
-    center=replace(old["center"], new.arrays),
-    slots=replace(old["slots"], new.slots),
-    local=replace(old["local"], local or {}),
-    versions=old["versions"].at[new.fragment].set(new.version),
-  )
+  versions = np.array(find(state)[1].versions)
+  versions[new.fragment] = new.version
+  arrays = own(**fields, versions=versions)
+  arrays |= {local_path(path): x for path, x in (local or {}).items()}
+  return with_leaves(state, {**arrays, **new.arrays, **new.slots})
 
 
-def restart(state: S, centers: Sequence[Center], local_step: int) -> S:
-  """Returns the state of a worker that starts from the center.
+def with_center(objects: store.Objects, found: heads.Heads, state: S) -> S:
+  """Returns the state with the center that heads name, and its slots."""
+  for fragment, head in enumerate(found.heads):
+    center = heads.read_center(objects, fragment, head, slots=True)
+    state = put_center(state, center)
+  return state
+
+
+def restart(state: S, local_step: int) -> S:
+  """Returns the state of a worker that starts from its center.
 
   Args:
     state: The train state of a worker.
-    centers: The center of each fragment.
     local_step: The local step to go on from. `state.step` and the step counts
       of the local optimizer advance by as many.
   """
   agn, own = find(state)
-  for new in centers:
-    state = put_center(state, new, new.arrays)
   # A worker that joins late begins with the moments of the center.
   is_new = agn.outer_tx is None and not int(own.local_step)
   slots = state.opt_state if is_new else own.local_opt_state
   shift = local_step - int(own.local_step)
-  counts = {
-    path: np.asarray(count) + shift
-    for path, count in opt_state_lib.counts(own.local_opt_state).items()
-  }
-  local = {"params": jax.tree.map(to_host, state.params)}
-  old = parts(state)
-  state = with_parts(
-    state,
-    local=replace(old["local"], by_path(local)),
-    local_opt_state=replace(jax.tree.map(to_host, slots), counts),
-    sum=jax.tree.map(np.zeros_like, old["sum"]),
-    received=np.zeros_like(own.received),
-    local_step=local_step,
+  counts = opt_state_lib.counts(own.local_opt_state)
+  restarted = own._replace(
+    local_params=state.params,
+    local_opt_state=opt_state_lib.with_counts(
+      slots, {path: count + shift for path, count in counts.items()}
+    ),
+    grad_accum=jax.tree.map(np.zeros_like, own.grad_accum),
+    # Commits have no integers.
+    collections=jax.tree.map(
+      lambda x, new: new if jnp.issubdtype(x.dtype, jnp.floating) else x,
+      own.collections,
+      {name: getattr(state, name) for name in own.collections},
+    ),
+    received=jnp.zeros_like(own.received),
+    local_step=jnp.int32(local_step),
     sent=np.full_like(own.sent, local_step),
   )
-  return state.replace(step=_place(np.asarray(state.step) + shift, state.step))
+  new = state.replace(
+    step=np.asarray(state.step) + shift,
+    wrapper_states={**state.wrapper_states, agn.name: restarted},
+  )
+  return jax.tree.map(
+    lambda x, old: x if x is old else _place(x, old), new, state
+  )
 
 
 def final_state(url: str, state: S) -> tuple[int, S] | None:
@@ -184,27 +180,20 @@ def final_state(url: str, state: S) -> tuple[int, S] | None:
     None if the run has not ended, or if the state has this center.
 
   Raises:
-    StoreError: The store cannot be read, or has no center.
+    StoreError: The store cannot be read.
   """
   objects = store.Objects(url)
+  found = heads.read(objects, has_begun=False)
   versions = find(state)[1].versions.tolist()
-  found = heads.read_every(objects, len(versions))
-  if not heads.have_ended(found) or versions == [x.version for x in found]:
+  if not found.finished or versions == found.versions:
     return None
-  for fragment, head in enumerate(found):
-    _, center = heads.read_center(objects, fragment, head, slots=True)
-    state = put_center(state, center)
-  return max(head.step for head in found), state
+  return found.step, with_center(objects, found, state)
 
 
 def _place(value: Any, like: Any) -> jax.Array:
   """Returns a new array, with the dtype and the devices of another one."""
   # Of an array that may move, the new one may as well: steps compile once.
   sharding = like.sharding if like.committed else None
-  if trees.is_prng_key(like):
-    impl = jax.random.key_impl(like)
-    key = jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
-    return jax.device_put(key, sharding)
   # A copy: the state may be donated, and nobody else may have its memory.
   host = np.asarray(value, like.dtype)
   return jax.device_put(host, sharding, may_alias=False)

@@ -1,268 +1,182 @@
-"""Updates of the center: the optimizer's, on the parameters of a fragment.
+"""Updates of the center: commits become the next version of a fragment.
 
-The arrays of a center are parameters, with paths as `params/kernel`, and other
-collections, as `batch_stats/mean`. An update runs on the CPU of the process
-that merges, with arrays of NumPy by path. A fragment has slots of its own, step
-counts among them: fragments are committed at different steps.
+An update is the optimizer's. It runs on the CPU of the process that merges,
+with arrays of NumPy by path. A fragment has slots of its own, step counts among
+them: fragments are committed at different steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 import functools
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.center import encoding
+from flaxshard.center import heads
+from flaxshard.center import store
 from flaxshard.center import train_states
 from flaxshard.center.heads import Arrays
-from flaxshard.center.heads import Center
+from flaxshard.center.layout import Commit
+from flaxshard.center.layout import Layout
 from flaxshard.core import gradients
-from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import optimizer_update
-from flaxshard.core import trees
-from flaxshard.state import lora
-from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import agn as agn_lib
-from flaxshard.wrappers import agn_store
 
-PyTree = Any
-S = TypeVar("S", bound=TrainState)
-
-by_path = train_states.by_path
-
-# The updates of `CenterUpdate.probe`: step counts and gradients of all sizes,
-# so that schedules, moments and clipping show.
-_PROBES = ((0, 1e-6), (10, -3.0), (1_000, 1e-4), (100_000, 0.1))
+_NUMBERS = ("steps", "examples", "step", "version")
 
 
 class CenterUpdate:
-  """The center of a train state, divided into fragments.
+  """The update of a center.
 
   Args:
-    state: A train state, or its shapes and dtypes.
+    layout: Its fragments.
 
   Attributes:
-    agn: Its AGN.
-    fragment_of: The fragment of each array of the center that changes, by path.
-    accumulators: Paths of the parameters whose gradients are committed.
-    layout: Shapes and dtypes of the arrays of commits, by path. Beside the
-      accumulators these are floating-point arrays of other collections: commits
-      have their new values. They belong to the last fragment.
-
-  Raises:
-    ValueError: The model has layers of Flax in fp8.
+    layout: Its fragments.
+    agn: The AGN.
   """
 
-  def __init__(self, state: TrainState):
-    self.agn, _ = train_states.find(state)
-    # No arrays: they would stay in memory.
-    shapes = jax.eval_shape(train_states.parts, state)
-    self._params = shapes["center"]["params"]
-    if opt_state_lib.optimized_params(self._params) is not self._params:
-      raise ValueError(
-        "AGN: layers in fp8, whose statistics are no gradients, need "
-        "transport='compiled'."
-      )
-    self._slots = shapes["slots"]
-    self._local_tx = state.tx
-    self._tx = self.agn.outer_tx or state.tx
-    accumulators, local = by_path(shapes["sum"]), by_path(shapes["local"])
-    self.accumulators = set(accumulators)
-    others = {
-      path: x
-      for path, x in local.items()
-      # The parameters that LoRA freezes are the same everywhere.
-      if path.partition("/")[0] not in ("params", lora.FROZEN)
-      and jnp.issubdtype(x.dtype, jnp.floating)
-    }
-    self.layout = accumulators | others
-    fragments = self.agn.transport.fragments
-    self.fragment_of = agn_store.divide(shapes["sum"], fragments)
-    self.fragment_of |= dict.fromkeys(others, fragments - 1)
-    owners = opt_state_lib.parameters_of(self._slots, self._params)
-    # None: slots that all fragments have, such as step counts.
-    self._slot_fragments = {
-      name: None
-      if owner is None
-      else self.fragment_of.get(f"params/{trees.path_string(owner)}", 0)
-      for name, owner in zip(by_path(self._slots), owners, strict=True)
-    }
+  def __init__(self, layout: Layout):
+    self.layout = layout
+    self.agn = layout.agn
 
-  def layout_of(self, fragment: int) -> Arrays:
-    """Returns shapes and dtypes of the arrays of a fragment's commits."""
-    return {
-      path: x
-      for path, x in self.layout.items()
-      if self.fragment_of[path] == fragment
-    }
-
-  def center_of(
-    self, state: TrainState, fragment: int, *, slots: bool = True
-  ) -> Center:
-    """Returns a fragment of the center in a train state.
-
-    Args:
-      state: The train state.
-      fragment: The number of the fragment.
-      slots: Whether with its slots.
-    """
-    given = train_states.parts(state)
-    arrays = by_path(given["center"])
-    center = {
-      path: train_states.to_host(arrays[path])
-      for path in self.layout_of(fragment)
-    }
-    own_slots = {
-      name: train_states.to_host(x)
-      for name, x in by_path(given["slots"] if slots else ()).items()
-      if self._slot_fragments[name] in (None, fragment)
-    }
-    version = int(given["versions"][fragment])
-    return Center(fragment, version, center, own_slots)
-
-  def take(self, state: S, fragment: int) -> tuple[S, dict[str, Any]]:
-    """Takes a commit out of the accumulators.
-
-    Args:
-      state: The train state of a worker.
-      fragment: The fragment that is committed.
-
-    Returns:
-      The state with what encoding has cut off in the accumulators; and the
-      commit, without `examples`.
+  def decode(self, fragment: int, key: str, content: bytes) -> Commit:
+    """Returns a commit with decoded arrays, gradients as the mean of its steps.
 
     Raises:
-      FloatingPointError: An accumulator has NaN or infinity.
+      DamagedError: It is damaged, or is no commit of this run.
     """
-    old = train_states.parts(state)
-    sums, local = by_path(old["sum"]), by_path(old["local"])
-    step = int(old["local_step"])
-    is_sent = np.array([self.fragment_of[path] == fragment for path in sums])
-    received = np.asarray(old["received"])
-    remainders, sent = {}, {}
-    for path, has_gradient in zip(sums, received & is_sent, strict=True):
-      if has_gradient:
-        total = np.asarray(sums[path])
-        if not np.isfinite(total).all():
-          raise FloatingPointError(
-            f"Worker: the accumulated gradients of {path} have NaN or infinity "
-            f"at local step {step}. They are not committed. A LossScale around "
-            "AGN skips such steps."
-          )
-        # No copy: these arrays are in no state any more.
-        sent[path] = encoding.encode(total, self.agn.transport.commit_dtype)
-        remainders[path] = total - encoding.decode(sent[path])
-    for path in self.layout_of(fragment).keys() - self.accumulators:
-      sent[path] = np.array(local[path])
-    commit = {
-      "steps": step - int(old["sent"][fragment]),
-      "step": step,
-      "version": int(old["versions"][fragment]),
-      "arrays": sent,
-    }
-    state = train_states.with_parts(
-      state,
-      sum=train_states.replace(old["sum"], remainders),
-      received=received & ~is_sent,
-      sent=old["sent"].at[fragment].set(step),
-    )
-    return state, commit
+    layout, sums = self.layout.arrays_of(fragment), self.layout.accumulators
+    try:
+      commit = store.unpack(key, content)
+      numbers = {name: float(commit[name]) for name in _NUMBERS}
+      arrays = {
+        path: encoding.decode(x).astype(layout[path].dtype)
+        for path, x in commit["arrays"].items()
+      }
+      is_valid = (
+        min(numbers["steps"], numbers["examples"]) > 0
+        and np.isfinite([*numbers.values()]).all()
+        and layout.keys() - sums.keys() <= arrays.keys()
+        and all(x.shape == layout[path].shape for path, x in arrays.items())
+        and all(np.isfinite(x).all() for x in arrays.values())
+      )
+    # Whatever it is: nobody else's training ends by it.
+    except Exception as e:
+      raise store.DamagedError(f"{key} is no commit of this run: {e!r}") from e
+    if not is_valid:
+      raise store.DamagedError(f"{key} is no commit of this run.")
+    if not self.agn.commit_delta:
+      for path in sums.keys() & arrays.keys():
+        arrays[path] = arrays[path] / arrays[path].dtype.type(numbers["steps"])
+    return {**numbers, "arrays": arrays}
 
-  def pull(self, state: S, new: Center) -> S:
-    """Returns the state after a commit: it goes on from the center.
+  def merge(
+    self, center: heads.Center, commits: Sequence[Commit]
+  ) -> tuple[heads.Center, Arrays]:
+    """Returns the next version of a center.
 
     Args:
-      state: The train state of a worker.
-      new: The center of the fragment that was committed. Parameters are blended
-        with the local ones.
-    """
-    old = train_states.parts(state)
-    own, local = by_path(old["local"]), dict(new.arrays)
-    if blend := self.agn.transport.blend:
-      for path in self.accumulators & local.keys():
-        dtype = gradients.accumulator_dtype(own[path].dtype)
-        a, b = (np.asarray(x, dtype) for x in (own[path], local[path]))
-        local[path] = blend * a + (1 - blend) * b
-    is_last = new.fragment == self.agn.transport.fragments - 1
-    state = train_states.put_center(state, new, local)
-    return train_states.with_parts(state, commits=old["commits"] + is_last)
+      center: The center with its slots.
+      commits: Decoded commits. Sequential ones are applied one by one, others
+        as one, their mean weighted by examples.
 
-  def apply(
-    self, center: Arrays, slots: Mapping[str, Any], committed: Arrays
-  ) -> tuple[Arrays, Arrays]:
+    Returns:
+      The new center; and the change as `heads.add_change` takes it, `{}`
+      without `commit_dtype`.
+    """
+    exact = {**center.arrays, **center.slots}
+    for path, x in center.remainders.items():
+      exact[path] = exact[path] + x
+    for committed in self._combine(commits):
+      exact = self._apply(exact, committed)
+    arrays = {path: exact[path] for path in center.arrays}
+    new = heads.Center(
+      center.fragment,
+      center.version + 1,
+      arrays,
+      {path: exact[path] for path in center.slots},
+      workers=len(commits),
+    )
+    dtype = self.agn.transport.commit_dtype
+    if dtype is None:
+      return new, {}
+    # Center and workers apply what is encoded, so that they stay equal.
+    sums = center.arrays.keys() & self.layout.accumulators.keys()
+    change = arrays | {
+      path: encoding.encode(
+        _difference(arrays[path], center.arrays[path]), dtype
+      )
+      for path in sums
+    }
+    decoded = heads.add_change(center.arrays, change)
+    remainders = {p: _difference(arrays[p], decoded[p]) for p in sums}
+    return new._replace(arrays=decoded, remainders=remainders), change
+
+  def _combine(self, commits: Sequence[Commit]) -> Iterator[Arrays]:
+    """Yields the gradients and the new values of each update of the center."""
+    if self.agn.commit == "sequential":
+      yield from (commit["arrays"] for commit in commits)
+      return
+    weights = np.array([c["examples"] for c in commits], np.float64)
+    weights /= weights.sum()
+    factors = weights if self.agn.commit == "mean" else np.ones(len(commits))
+    combined: Arrays = {}
+    for commit, factor, weight in zip(commits, factors, weights, strict=True):
+      for path, x in commit["arrays"].items():
+        if path in self.layout.accumulators:
+          part = x * x.dtype.type(factor)
+        else:
+          part = x.astype(np.float32) * np.float32(weight)
+        combined[path] = combined[path] + part if path in combined else part
+    yield {
+      p: x.astype(self.layout.arrays[p].dtype) for p, x in combined.items()
+    }
+
+  def _apply(self, center: Arrays, committed: Arrays) -> Arrays:
     """Updates a fragment of the center once.
 
     Args:
-      center: Its arrays.
-      slots: Its slots.
+      center: Its arrays and slots.
       committed: Gradients, and the new values of other arrays. A parameter
         without a gradient keeps its value and its slots.
 
     Returns:
       The new arrays and slots.
     """
-    params = {k: x for k, x in center.items() if k.startswith("params")}
-    grads = {k: x for k, x in committed.items() if k in params}
+    grads = {
+      p: x for p, x in committed.items() if p in self.layout.accumulators
+    }
     with _on_cpu():
-      new = jax.tree.map(np.asarray, self._update(params, slots, grads))
-    return {**center, **committed, **new[0]}, new[1]
+      new = jax.tree.map(np.asarray, self._update(center, grads))
+    return {**center, **committed, **new}
 
   # One program for each set of gradients: compiled once in a process.
   @functools.partial(jax.jit, static_argnums=0)
-  def _update(
-    self, params: Arrays, slots: Arrays, grads: Arrays
-  ) -> tuple[Arrays, Arrays]:
-    """Updates; arrays that are not given are zeros."""
-    full_params = _fill({"params": self._params}, params)["params"]
+  def _update(self, center: Arrays, grads: Arrays) -> Arrays:
+    """Updates parameters and slots; those that are not given are zeros."""
+    shapes = self.layout.shapes
+    param_paths = [*train_states.leaves({"params": shapes.params})]
+    paths = [*param_paths, *self.layout.slots]
+    _, slots = train_states.slots_of(shapes)
+    old = agn_lib.ModelState(shapes.params, slots)
+    leaves, structure = jax.tree.flatten(old)
+    full = [
+      center.get(path, jnp.zeros(x.shape, x.dtype))
+      for path, x in zip(paths, leaves, strict=True)
+    ]
     new = agn_lib.apply_tx(
-      self._tx,
-      agn_lib.ModelState(full_params, _fill(self._slots, slots)),
-      _gradients(full_params, grads),
+      self.agn.outer_tx or shapes.tx,
+      jax.tree.unflatten(structure, full),
+      jax.tree.unflatten(
+        jax.tree.structure(shapes.params), map(grads.get, param_paths)
+      ),
     )
-    new_params = by_path({"params": new.params})
-    new_slots = by_path(new.opt_state)
-    return (
-      {path: new_params[path] for path in params},
-      {name: train_states.key_data(new_slots[name]) for name in slots},
-    )
-
-  def probe(self) -> dict[str, float]:
-    """Returns how some updates with fixed gradients change fixed parameters.
-
-    Other hyper-parameters of `tx` or `outer_tx` give other numbers.
-    """
-    found: dict[str, float] = {}
-    for name, tx in (("tx", self._local_tx), ("outer_tx", self.agn.outer_tx)):
-      if tx is not None and not optimizer_update.objective_of(tx):
-        with _on_cpu():
-          changes = jax.device_get(jax.jit(self._probe, static_argnums=0)(tx))
-        found |= {f"{name}: {k}": float(x) for k, x in changes.items()}
-    return found
-
-  def _probe(self, tx: Any) -> Arrays:
-    # In float32: bfloat16 would round small changes away.
-    old = jax.tree.map(
-      lambda p: jnp.full(p.shape, 0.5, gradients.accumulator_dtype(p.dtype)),
-      self._params,
-    )
-    slots = opt_state_lib.init(tx, old)
-    new = agn_lib.ModelState(old, slots)
-    for count, size in _PROBES:
-      counts = dict.fromkeys(opt_state_lib.counts(slots), jnp.int32(count))
-      new = new._replace(
-        opt_state=opt_state_lib.with_counts(new.opt_state, counts)
-      )
-      grads = dict.fromkeys(self.accumulators, jnp.float32(size))
-      new = agn_lib.apply_tx(tx, new, _gradients(old, grads))
-    before, after = by_path({"params": old}), by_path({"params": new.params})
-    return {
-      path: jnp.mean(jnp.abs(after[path] - before[path]), dtype=jnp.float32)
-      for path in self.accumulators
-    }
+    found = dict(zip(paths, jax.tree.leaves(new), strict=True))
+    return {path: found[path] for path in center if path in found}
 
 
 def _on_cpu() -> Any:
@@ -273,26 +187,6 @@ def _on_cpu() -> Any:
     return jax.default_device(jax.local_devices()[0])
 
 
-def _fill(like: PyTree, given: Mapping[str, Any]) -> PyTree:
-  """Returns a tree of given arrays, with zeros for the others."""
-
-  def fill(path: trees.Path, x: Any) -> Any:
-    value = given.get(trees.path_string(path))
-    if value is None:
-      raw = jax.eval_shape(train_states.key_data, x)
-      value = jnp.zeros(raw.shape, raw.dtype)
-    return jax.random.wrap_key_data(value) if trees.is_prng_key(x) else value
-
-  return jax.tree_util.tree_map_with_path(fill, like)
-
-
-def _gradients(params: PyTree, given: Mapping[str, Any]) -> PyTree:
-  """Returns gradients for all parameters; None where none is given."""
-
-  def gradient_of(path: trees.Path, p: Any) -> Any:
-    name = trees.path_string(path)
-    return jnp.broadcast_to(given[name], p.shape) if name in given else None
-
-  return jax.tree_util.tree_map_with_path(gradient_of, {"params": params})[
-    "params"
-  ]
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  wide = gradients.accumulator_dtype(b.dtype)
+  return a.astype(wide) - b.astype(wide)

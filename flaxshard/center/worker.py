@@ -6,10 +6,10 @@ import atexit
 from collections.abc import Callable, Mapping
 from concurrent import futures
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
-import threading
 import time
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center import train_states
 from flaxshard.center.commits import Exchange
-from flaxshard.center.heads import Head
+from flaxshard.center.layout import Layout
 from flaxshard.center.merge import Merger
 from flaxshard.center.update import CenterUpdate
 from flaxshard.core import checks
@@ -102,11 +102,6 @@ class Worker:
     should_stop: Callable[[], bool] | None = None,
   ):
     self._url = store.center_url(os.fspath(directory))
-    if num_workers is not None:
-      checks.integer("Worker: num_workers", num_workers, minimum=1)
-      if worker_id is not None:
-        last = num_workers - 1
-        checks.integer("Worker: worker_id", worker_id, minimum=0, maximum=last)
     found = cluster.find(
       os.environ,
       num_processes=num_workers,
@@ -120,7 +115,8 @@ class Worker:
       "Worker: start_timeout", start_timeout, above=0
     )
     self._should_stop = should_stop or (lambda: False)
-    self._closed = threading.Event()
+    # What `close` ends.
+    self._stack = contextlib.ExitStack()
     # By fragment: the commit that is under way.
     self._exchanges: dict[int, Exchange] = {}
 
@@ -129,7 +125,7 @@ class Worker:
     """Whether no worker with a lower index has finished, which it looks up."""
     with contextlib.suppress(store.StoreError):
       self._members.look()
-    done = {int(name) for name in self._members.in_phase("done")}
+    done = {int(name) for name in self._members.find("done")}
     return min(done, default=self.worker_id) >= self.worker_id
 
   def start(self, state: Any, facts: Mapping[str, Any] | None = None) -> Any:
@@ -173,12 +169,13 @@ class Worker:
         f"num_workers={self.num_workers}."
       )
     warn_of_short_period(self._agn, self.num_workers, "workers")
-    self._update = CenterUpdate(state)
+    self._layout = Layout(state)
+    update = CenterUpdate(self._layout)
     self._objects = store.Objects(self._url)
-    own_facts = facts_lib.describe(self._update, state, facts or {})
+    own_facts = facts_lib.describe(self._layout, state, facts or {})
     facts_lib.agree(self._objects, own_facts)
     self._merger = Merger(
-      self._objects, self._update, str(self.worker_id), self.num_workers
+      self._objects, update, str(self.worker_id), self.num_workers
     )
     self._members = self._merger.members
     self._last_step = self.clock = int(own.local_step)
@@ -192,14 +189,22 @@ class Worker:
     self._results: list[tuple[float, int, int]] = []
     # Before Python ends: TensorStore's threads would abort it.
     atexit.register(self.close)
+    self._stack.callback(atexit.unregister, self.close)
+    self._stack.callback(self._merger.close)
     try:
-      for fragment, version in enumerate(own.versions):
-        head, generation = heads.read(self._objects, fragment)
-        if head is None or head.version < int(version):
-          center = self._update.center_of(state, fragment)
-          heads.publish(self._objects, center, generation)
+      found = heads.read(self._objects, has_begun=False)
+      # Those that are missing, or older than a checkpoint.
+      new = [
+        heads.write(self._objects, self._layout.center_of(state, fragment))
+        if not found.heads or found.versions[fragment] < version
+        else found.heads[fragment]
+        for fragment, version in enumerate(own.versions.tolist())
+      ]
+      if new != found.heads:
+        heads.swap(self._objects, dataclasses.replace(found, heads=new))
       self._merger.start()
-      is_new = not any(x.version or x.finished for x in self._read_heads())
+      found = heads.read(self._objects)
+      is_new = not any(found.versions) and not found.finished
       if is_new:
         self._wait_for_all()
       return self._join(state, is_new)
@@ -233,7 +238,7 @@ class Worker:
     self.clock += 1
     if self.is_finished:
       # This step is not taken: the state is the one that others have saved.
-      return train_states.restart(state, [], self._last_step)
+      return train_states.restart(state, self._last_step)
     self._examples = [x + examples for x in self._examples]
     if self.clock < self._next_look:
       return state
@@ -334,12 +339,11 @@ class Worker:
     if not self._is_started or self.is_closed:
       return
     self.is_closed = True
-    atexit.unregister(self.close)
-    writes = [exchange.written for exchange in self._exchanges.values()]
-    futures.wait(writes, timeout=_LAST_WRITE_SECONDS)
-    self._closed.set()
-    if hasattr(self, "_merger"):
-      self._merger.close()
+    exchanges = self._exchanges.values()
+    futures.wait([x.written for x in exchanges], timeout=_LAST_WRITE_SECONDS)
+    for exchange in exchanges:
+      exchange.watch.close(0.0)
+    self._stack.close()
 
   def __enter__(self) -> Self:
     return self
@@ -352,24 +356,23 @@ class Worker:
   def _wait_for_all(self) -> None:
     """Waits for the other workers at the beginning of a run."""
     end = time.monotonic() + self._start_timeout
-    while missing := self._members.in_phase("absent"):
-      if any(head.version for head in self._read_heads()):
+    while missing := self._members.find("absent"):
+      if any(heads.read(self._objects).versions):
         return
       if time.monotonic() > end:
-        break
+        message = (
+          f"worker {', '.join(sorted(missing))} of {self.num_workers} has not "
+          f"come to {self._url} within start_timeout={self._start_timeout:g} "
+          "seconds"
+        )
+        if self.num_workers - len(missing) < self._options.quorum:
+          raise TimeoutError(f"Worker: {message}.")
+        _log.warning("%s: the run begins without it", message)
+        return
       if self._ask():
         raise InterruptedError("Worker: should_stop has ended the wait.")
       time.sleep(_ASK_SECONDS)
       self._members.look()
-    else:
-      return
-    message = (
-      f"worker {', '.join(sorted(missing))} of {self.num_workers} has not come "
-      f"to {self._url} within start_timeout={self._start_timeout:g} seconds"
-    )
-    if self.num_workers - len(missing) < self._options.quorum:
-      raise TimeoutError(f"Worker: {message}.")
-    _log.warning("%s: the run begins without it", message)
 
   def _join(self, state: Any, is_new: bool) -> Any:
     """Returns the state at the center of the run.
@@ -380,29 +383,26 @@ class Worker:
         what others have done since.
     """
     _, own = train_states.find(state)
-    found = self._read_heads()
-    if heads.have_ended(found):
+    found = heads.read(self._objects)
+    if found.finished:
       return self._end(state, is_late=True)
     step, versions = int(own.local_step), own.versions.tolist()
     # Else it is the state of another transport or of other fragments.
     is_own = step <= self._agn.communication_period or bool(own.sent.any())
     is_own &= self._find_last_step() <= step
-    if step and is_own and versions == [head.version for head in found]:
+    if step and is_own and versions == found.versions:
       return state  # as it was left
     return self._take_newest(state, step if is_new else self._step_of_all(step))
 
-  def _read_heads(self) -> list[Head]:
-    return heads.read_every(self._objects, self._options.fragments)
-
   def _step_of_all(self, least: int = 0) -> int:
     """Returns the largest local step of a commit in the store."""
-    steps = [head.step for head in self._read_heads()]
-    return max(least, self._find_last_step(), *steps)
+    found = heads.read(self._objects)
+    return max(least, self._find_last_step(), found.step)
 
   def _find_last_step(self) -> int:
     """Returns the local step of the last commit of this worker in the store."""
     found = commits_lib.find(self._objects)
-    own = [c.step for c in found if c.worker == str(self.worker_id)]
+    own = [key.step for key in found if key.worker == str(self.worker_id)]
     return max(own, default=0)
 
   def _take_newest(self, state: Any, local_step: int | None = None) -> Any:
@@ -413,13 +413,9 @@ class Worker:
       local_step: The step from which local steps go on, from the center; None:
         they stay as they are.
     """
-    centers = [
-      heads.read_center(self._objects, fragment, head, slots=True)[1]
-      for fragment, head in enumerate(self._read_heads())
-    ]
+    found = heads.read(self._objects)
+    state = train_states.with_center(self._objects, found, state)
     if local_step is None:
-      for center in centers:
-        state = train_states.put_center(state, center)
       return state
     missed = local_step - int(train_states.find(state)[1].local_step)
     if missed > 0:
@@ -434,7 +430,7 @@ class Worker:
     self.missed_steps += missed
     self._last_step = local_step
     self._next_look = self.clock + self._steps_to_next(local_step)
-    return train_states.restart(state, centers, local_step)
+    return train_states.restart(state, local_step)
 
   # -- Commits.
 
@@ -459,22 +455,15 @@ class Worker:
       return state
     base = None
     if self._options.commit_dtype is not None:
-      base = self._update.center_of(state, fragment, slots=False)
-      # Copies: the state may be donated.
-      arrays = {path: np.array(x) for path, x in base.arrays.items()}
-      base = base._replace(arrays=arrays)
-    state, commit = self._update.take(state, fragment)
+      base = self._layout.center_of(state, fragment, slots=False)
+    state, commit = self._layout.take(state, fragment)
     if commit["steps"]:
       commit["examples"] = self._examples[fragment]
       name = f"{self.worker_id}-{self._members.start}"
+      key = commits_lib.Key(fragment, name, commit["step"])
+      wake = self._merger.watch.wake.set
       self._exchanges[fragment] = Exchange(
-        self._objects,
-        fragment,
-        name,
-        commit,
-        base,
-        on_written=self._merger.wake.set,
-        closed=self._closed,
+        self._objects, key, commit, base, on_written=wake
       )
     self._examples[fragment] = 0.0
     return state
@@ -498,16 +487,16 @@ class Worker:
           "worker %d goes on alone: its commit of local step %d is not in the "
           "center after deadline=%g seconds",
           self.worker_id,
-          exchange.commit["step"],
+          exchange.key.step,
           self._options.deadline,
         )
       return state
     del self._exchanges[fragment]
-    head, center = exchange.result.result()
-    self._results.append(exchange.metrics())
-    if head.finished:
+    center = exchange.result.result()
+    if center is None:
       return self._end(state, is_late=True)
-    return self._update.pull(state, center)
+    self._results.append(exchange.metrics(center))
+    return self._layout.pull(state, center)
 
   def _wait(self, future: futures.Future[Any], seconds: float) -> bool:
     """Waits for a thread, not for long once `should_stop` is True.
@@ -525,6 +514,8 @@ class Worker:
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
     self._merger.check()
+    for exchange in self._exchanges.values():
+      exchange.watch.check()
     return self._should_stop()
 
   # -- The end.
@@ -534,28 +525,20 @@ class Worker:
 
     Args:
       state: The state of this worker.
-      is_late: Whether the others have ended: the state continues from the
-        center, and nobody is waited for. One that died may have begun it.
+      is_late: Whether the run has ended already: the state continues from the
+        final center.
     """
     self._members.announce("done")
-    if is_late:
-      self._exchanges.clear()
-      self._merger.ends.set()
-    last = time.monotonic()
     # Another start of this worker takes the final center, and saves it. After a
     # signal the others are not waited for.
     while not self._ask() or is_late or self._members.have_ended:
       self._objects.check(self._options.deadline)
-      try:
-        if heads.have_ended(self._read_heads()):
+      with contextlib.suppress(store.StoreError):  # the store has warned
+        if heads.read(self._objects).finished:
           step = self._step_of_all(self._last_step) if is_late else None
           state = self._take_newest(state, step)
           break
         self._members.look()
-        last = time.monotonic()
-      except store.StoreError:
-        if time.monotonic() - last > self._options.deadline:
-          raise
       time.sleep(_ASK_SECONDS)
     else:
       return state

@@ -8,7 +8,7 @@ one out of range.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import difflib
 import inspect
 import math
@@ -187,6 +187,28 @@ def describe(value: Any) -> str:
   # The repr of an object such as a model may have many lines.
   is_short = "\n" not in text
   return text if is_short else f"an object of type {type(value).__name__}"
+
+
+def differences(
+  a: Any, b: Any, path: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+  """Yields the dotted path and both values where nested dicts differ.
+
+  Args:
+    a: A value, or a dict.
+    b: Another one. A missing key counts as None.
+    path: Their own path.
+
+  Example:
+    >>> list(differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}))
+    [('a.b', 1, 3)]
+  """
+  if isinstance(a, Mapping) and isinstance(b, Mapping):
+    for key in {**a, **b}:
+      below = f"{path}.{key}" if path else key
+      yield from differences(a.get(key), b.get(key), below)
+  elif a != b:
+    yield path, a, b
 
 
 def format_bytes(nbytes: int) -> str:

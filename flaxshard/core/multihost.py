@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from flaxshard.core import checks
+
 # Long messages, such as those with the output of a compiler, are cut.
 _MESSAGE_LENGTH = 2000
 
@@ -192,22 +194,11 @@ def check_agreement(facts: Mapping[str, Any], hint: str = "") -> None:
   # As JSON, which has lists for tuples.
   (name_0, facts_0), *others = map(json.loads, texts)
   for name_1, facts_1 in others:
-    if facts_1 != facts_0:
-      field, value_0, value_1 = _first_difference("", facts_0, facts_1)
+    for field, value_0, value_1 in checks.differences(facts_0, facts_1):
       raise ValueError(
         f"the processes disagree on {field}: {value_0!r:.300} in {name_0}, "
         f"{value_1!r:.300} in {name_1}. {hint}".rstrip()
       )
-
-
-def _first_difference(field: str, a: Any, b: Any) -> tuple[str, Any, Any]:
-  """Returns the dotted path of the first difference, and its two values."""
-  if isinstance(a, dict) and isinstance(b, dict):
-    for key in {**a, **b}:
-      x, y = a.get(key, "(missing)"), b.get(key, "(missing)")
-      if x != y:
-        return _first_difference(f"{field}.{key}" if field else key, x, y)
-  return field, a, b
 
 
 def summarize_error(error: BaseException) -> str:

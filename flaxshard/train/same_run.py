@@ -8,7 +8,7 @@ batches consumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import hashlib
 import importlib.metadata
 import json
@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from flaxshard import data
+from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core.version import VERSION
@@ -235,7 +236,12 @@ def check_earlier_run(
       )
   changed = {
     # A field that another version did not have is no change.
-    field: list(_differences(f"config.{field}", before[field], now[field]))
+    field: [
+      f"{path}: {old!r} -> {new!r}"
+      for path, old, new in checks.differences(
+        before[field], now[field], f"config.{field}"
+      )
+    ]
     for field in now
     if field in before
   }
@@ -265,15 +271,6 @@ def check_earlier_run(
     latest_step,
     fields,
   )
-
-
-def _differences(field: str, before: Any, now: Any) -> Iterator[str]:
-  """Yields `"field: before -> now"` for each changed field of a config."""
-  if isinstance(before, Mapping) and isinstance(now, Mapping):
-    for key in {**before, **now}:
-      yield from _differences(f"{field}.{key}", before.get(key), now.get(key))
-  elif before != now:
-    yield f"{field}: {before!r} -> {now!r}"
 
 
 def write(setup: setup_lib.Setup, workdir: str) -> None:

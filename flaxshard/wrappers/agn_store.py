@@ -99,13 +99,12 @@ def check_arguments(agn: AGN) -> None:
   store, period = agn.transport, agn.communication_period
   if not isinstance(store, Store):
     return
-  for name in ("fragments", "delay"):
-    value, most = getattr(store, name), period - (name == "delay")
-    if value > most:
-      raise ValueError(
-        f"AGN: transport: {name}={value} must be at most {most} with "
-        f"communication_period={period}."
-      )
+  for name, most in (("fragments", period), ("delay", period - 1)):
+    checks.integer(
+      f"AGN: communication_period={period}: transport: {name}",
+      getattr(store, name),
+      maximum=most,
+    )
   if agn.share_step_count:
     raise ValueError(
       "AGN: share_step_count=True needs transport='compiled': in a store the "

@@ -1,5 +1,6 @@
 """Operations of a center's store that fail, and workers that end at them."""
 
+import atexit
 import collections
 from concurrent import futures
 import dataclasses
@@ -109,9 +110,13 @@ class Guarded:
     future, run = self._kv.write(key, content, **condition), self._host.run
     if not condition and content is not None:
       run.written[key] = content
-    elif condition and future.result().generation and key.startswith("head/"):
-      run.heads[int(key.partition("/")[2])].append(store.unpack(key, content))
+    elif condition and future.result().generation and key == "head":
+      run.heads.append(store.unpack(key, content))
     return future
+
+  def delete_range(self, keys):
+    start = keys.inclusive_min.decode()
+    return self._host.call("delete", start, lambda: self._kv.delete_range(keys))
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +141,7 @@ class Run:
     self.setup, self.fault = setup, fault
     self.directory = center_workers.new_directory()
     self.written: dict[str, bytes] = {}
-    self.heads = collections.defaultdict(list)
+    self.heads: list[dict[str, Any]] = []
     self.hosts: dict[int, Host] = {}
     self.missed = {}
 
@@ -159,7 +164,7 @@ class Run:
         self.missed[k] = worker.missed_steps
         return jax.device_get(state.params)
       except Killed:
-        pass
+        atexit.unregister(worker.close)
       except store.StoreError:
         if is_started:
           raise
@@ -178,6 +183,7 @@ class Run:
       threading.Thread(target=target, args=(k,), daemon=True).start()
     params = [result.result(timeout=90) for result in results]
     jax.tree.map(np.testing.assert_array_equal, *params)
+    assert sum(head["finished"] for head in self.heads) == 1
     agn = self.setup.agn
     for fragment in range(agn.transport.fragments):
       self._check_center(agn, fragment, params[0])
@@ -185,10 +191,8 @@ class Run:
 
   def _check_center(self, agn, fragment, params):
     """Asserts that each commit that was taken is in the center once."""
-    heads = sorted(
-      self.heads[fragment], key=lambda h: (h["version"], h["finished"])
-    )
-    assert heads[-1]["finished"]
+    heads = [head["heads"][fragment] for head in self.heads]
+    heads.sort(key=lambda head: (head["version"], sum(head["taken"].values())))
     exact = {f"params/{k}": x.astype(np.float64) for k, x in START.items()}
     steps, taken = collections.Counter(), {}
     for head in heads:

@@ -98,11 +98,16 @@ def test_objects_of_unique_names(url):
   keys = ["center/0/2-b", "missing", "center/0/1-a", "center/0/2-b"]
   for objects in (one, two):
     assert objects.read_all(keys) == [b"b", None, b"a", b"b"]
-  assert one.list("center/0/") == ["center/0/1-a", "center/0/2-b"]
-  assert one.list("c") == ["center/0/1-a", "center/0/2-b", "center/10/1"]
-  assert one.list("commit/") == one.read_all([]) == []
+  assert one.keys("center/0/") == ["center/0/1-a", "center/0/2-b"]
+  assert one.keys("c") == ["center/0/1-a", "center/0/2-b", "center/10/1"]
+  assert one.keys("commit/") == one.read_all([]) == []
+  one.write_all({f"slots/1/{k}": b"" for k in ("1-a", "1-b", "1-c", "2")})
+  one.delete_before("slots/1/1-b")
+  assert one.keys("slots/") == [
+    f"slots/{x}" for x in ("0/1", "1/1-b", "1/1-c", "1/2")
+  ]
   one.delete(["center/0/1-a", "missing"])
-  assert two.list("center/0/") == ["center/0/2-b"]
+  assert two.keys("center/0/") == ["center/0/2-b"]
   assert two.read_all(["center/0/1-a"]) == [None]
   assert two.num_bytes == 3 and one.num_bytes >= 4
 
@@ -148,7 +153,7 @@ def test_two_workers_commit_in_a_bucket_of_s3(s3, commit):
   # The mean of the two steps of each of four commits.
   for state in states:
     np.testing.assert_array_equal(state.params["w"], [-6.0] * 3)
-  head, _ = heads.read(store.Objects("s3://bucket/run/center"), 0)
+  head = heads.read(store.Objects("s3://bucket/run/center"))
   assert head.finished and head.step == 4
   kinds = {name.split("/")[3] for name in s3.objects}
   assert kinds == {"run", "head", "center", "slots", "worker"}
@@ -172,8 +177,8 @@ def test_a_run_in_a_bucket_of_google_ends_with_one_center(servers):
       )
       for k in range(2)
     ]
-  head, _ = heads.read(store.Objects(f"{workdir}/center"), 0)
-  assert head.finished and head.version == 2
+  head = heads.read(store.Objects(f"{workdir}/center"))
+  assert head.finished and head.versions == [2]
   loaded = [fs.load(path) for path in (workdir, f"{workdir}/workers/1")]
   assert [x.step for x in loaded] == [8, 8]
   kernels = [x.params["head"]["kernel"].tolist() for x in (*states, *loaded)]
