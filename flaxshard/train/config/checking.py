@@ -79,13 +79,9 @@ def add_defaults(
   Args:
     config: A `ConfigDict` or a dict, with some or all of the fields. A
       `ConfigDict` is changed in place, to keep its references to fields.
-
-  Raises:
-    ValueError: It has a field that is not defined.
   """
   if not isinstance(config, ml_collections.ConfigDict):
     config = ml_collections.ConfigDict(config, type_safe=False)
-  _check_names("", config)
   config.unlock()
   for path, field in FIELDS.items():
     parent, _, name = path.rpartition(".")
@@ -100,25 +96,6 @@ def add_defaults(
     else:
       group[name] = field.get_default()
   return config
-
-
-def _check_names(prefix: str, group: Mapping[str, Any]) -> None:
-  """Raises if a name is not that of a field."""
-  known = [p.removeprefix(prefix) for p in FIELDS if p.startswith(prefix)]
-  names = [name for name in known if "." not in name]
-  for name in group:
-    path = prefix + name
-    if name not in names:
-      places = [f"config.{p}" for p in FIELDS if p.split(".")[-1] == name]
-      hint = f" Did you mean {' or '.join(places)}?" if places else ""
-      raise ValueError(
-        f"config.{path} is not a field."
-        f"{hint or checks.did_you_mean(name, names)} The fields are "
-        f"{', '.join(names)}."
-      )
-    is_group = definition.is_group(FIELDS[path].annotation)
-    if is_group and registry.is_dict(group[name]):
-      _check_names(f"{path}.", group[name])
 
 
 def check(config: Any) -> ml_collections.ConfigDict:
@@ -174,14 +151,30 @@ def check(config: Any) -> ml_collections.ConfigDict:
 
 def _first_error(errors: pydantic.ValidationError) -> ValueError:
   """Returns an error that names the field, the value and what is allowed."""
-  error = errors.errors()[0]
+  # A misspelled field comes before one that is missing.
+  error = min(errors.errors(), key=lambda e: e["type"] != "extra_forbidden")
   *parents, field = ("config", *map(str, error["loc"]))
+  if error["type"] == "extra_forbidden":
+    return ValueError(_unknown_field(".".join([*parents[1:], field])))
   message = f"{field}: {error['msg']}, got {error['input']!r}."
   # Those of our own checks begin with the field.
   cause = error.get("ctx", {}).get("error", message)
   is_type = isinstance(cause, TypeError) or error["type"].endswith("_type")
   kind = checks.ArgumentTypeError if is_type else ValueError
   return kind(".".join([*parents, str(cause)]))
+
+
+def _unknown_field(path: str) -> str:
+  """Returns the message of a field that is not defined."""
+  group, _, name = path.rpartition(".")
+  known = [p.rpartition(".") for p in FIELDS]
+  names = [n for g, _, n in known if g == group]
+  places = [f"config.{p}" for p in FIELDS if p.split(".")[-1] == name]
+  hint = f" Did you mean {' or '.join(places)}?" if places else ""
+  return (
+    f"config.{path} is not a field.{hint or checks.did_you_mean(name, names)} "
+    f"The fields are {', '.join(names)}."
+  )
 
 
 def _check_named(values: Mapping[str, Any]) -> None:

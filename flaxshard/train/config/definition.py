@@ -22,7 +22,9 @@ class Group(pydantic.BaseModel):
   """Fields of a config, with the docstring of the class for meanings."""
 
   # Strict: "3" is no number, and True is not 1.
-  model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+  model_config = pydantic.ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False
+  )
 
   @classmethod
   def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -70,10 +70,7 @@ def read(name: str) -> ml_collections.ConfigDict:
       f"{place}: get_config() returns {config!r}; it must return the config, "
       "a ConfigDict or a dict."
     )
-  try:
-    return checking.add_defaults(config)
-  except ValueError as error:
-    raise ConfigFileError(f"{place}: {error}") from None
+  return checking.add_defaults(config)
 
 
 def names() -> dict[str, str]:
