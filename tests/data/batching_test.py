@@ -1,6 +1,5 @@
 """Training and evaluation batches: order, position, processes, padding."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -178,14 +177,6 @@ def test_evaluation_examples_occur_once(num_eval):
       )
       seen += batch["labels"][mask].tolist()
   assert sorted(seen) == list(range(num_eval))
-
-
-def test_examples_may_be_bfloat16():
-  examples = [{"inputs": np.ones(2, jnp.bfloat16)}] * 4
-  (batch,) = take(
-    data.train_iterator(data.Splits(examples), batch_size=4, seed=0), 1
-  )
-  assert batch["inputs"].dtype == jnp.bfloat16
 
 
 # Invalid examples.

@@ -1,8 +1,10 @@
-"""Custom tasks: losses, metrics, collections, data and evaluations."""
+"""Custom tasks: losses, metrics, collections, data, streams, evaluations."""
 
+import json
 import os
 
 from flax import nnx
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from flaxshard.state import lora
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
+from flaxshard.train import rollouts
 from flaxshard.train import setup as setup_lib
 
 _THIS = "custom_tasks"
@@ -206,21 +209,135 @@ def test_a_plan_has_the_shapes_of_collated_batches(factory):
   }
 
 
-@pytest.mark.slow
-def test_resume_and_a_checked_task_object(tmp_path):
-  whole = train.train_and_evaluate(
-    config(num_train_steps=6), str(tmp_path / "whole"), Regression()
-  )
-  for steps in (4, 6):
-    fields = dict(num_train_steps=steps, resume="extend")
+# Training data without a length: streams of examples, and rollouts.
+
+
+def numbers(size):
+  return [{"inputs": np.float32(i)} for i in range(size)]
+
+
+def make_stream(kind):
+  if kind == "dataset":
+    return grain.MapDataset.source(numbers(10)).to_iter_dataset()
+  if kind == "loader":  # its positions are bytes
+    sampler = grain.samplers.IndexSampler(10, shuffle=False, num_epochs=1)
+    return grain.DataLoader(data_source=numbers(10), sampler=sampler)
+  return small_tasks.Forever(numbers(10))
+
+
+def jitter(example, rng):
+  return {"inputs": example["inputs"] + np.float32(rng.random())}
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader", "plain"])
+def test_a_stream_is_read_in_its_order_and_continues_from_a_position(kind):
+  splits = data.Splits(make_stream(kind))
+  iterator = data.train_iterator(splits, batch_size=4, seed=0)
+  first = [next(iterator)["inputs"].tolist() for _ in range(3)]
+  assert first == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+  position = json.loads(json.dumps(iterator.get_state()))
+  again = data.train_iterator(splits, batch_size=4, seed=0)
+  again.set_state(position)
+  assert next(again)["inputs"].tolist() == [2, 3, 4, 5]
+  # Rows are the same examples for any number of processes.
+  augmented = data.Splits(make_stream(kind), augment=jitter)
+  whole = data.train_iterator(augmented, batch_size=4, seed=0)
+  half = data.train_iterator(augmented, batch_size=4, seed=0, rows=[2, 3])
+  for _ in range(3):
+    np.testing.assert_array_equal(
+      next(whole)["inputs"][2:], next(half)["inputs"]
+    )
+
+
+def test_a_stream_that_became_shorter_cannot_be_continued():
+  stream = small_tasks.Forever(numbers(10))
+  iterator = data.train_iterator(data.Splits(stream), batch_size=4, seed=0)
+  next(iterator), next(iterator)
+  position = iterator.get_state()
+  stream.examples = numbers(5)
+  with pytest.raises(ValueError, match=r"5 examples.* after 8"):
+    iterator.set_state(position)
+
+
+@pytest.mark.parametrize(
+  ("splits", "error", "fact"),
+  [
+    (data.Splits(iter(numbers(3))), TypeError, "only once"),
+    (data.Splits(small_tasks.Forever([])), ValueError, "no train examples"),
+    (data.Splits(3), TypeError, "train must be a sequence"),
+    (
+      data.Splits(numbers(3), small_tasks.Forever(numbers(3))),
+      TypeError,
+      "eval must be a sequence",
+    ),
+  ],
+)
+def test_an_invalid_stream_raises(splits, error, fact, tmp_path):
+  class Task(small_tasks.Regression):
+    def load_data(self):
+      return splits
+
+  with pytest.raises(error, match=rf"Task.load_data.*{fact}"):
+    train.train_and_evaluate(config(), str(tmp_path), Task())
+
+
+def run(tmp_path, name, task, *steps):
+  for num_train_steps in steps:
+    fields = dict(num_train_steps=num_train_steps, resume="extend")
     state = train.train_and_evaluate(
-      config(**fields), str(tmp_path / "parts"), Regression()
+      config(**fields), str(tmp_path / name), task
     )
+  return state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "create", [Regression, small_tasks.Streamed, small_tasks.Rollouts]
+)
+def test_training_resumes_to_the_same_result(tmp_path, create):
+  task = create()
+  whole = run(tmp_path, "whole", task, 12)
+  parts = run(tmp_path, "parts", create(), 5, 12)
   tree_equality.assert_trees_equal(
-    jax.tree.leaves(state), jax.tree.leaves(whole)
+    jax.tree.leaves(parts), jax.tree.leaves(whole)
   )
-  # Another task is another run.
-  with pytest.raises(ValueError, match=r"config\.task\.name: .*Ranked"):
-    train.train_and_evaluate(
-      config(num_train_steps=6), str(tmp_path / "parts"), Ranked()
-    )
+  if create is not small_tasks.Rollouts:
+    # Another task is another run.
+    with pytest.raises(ValueError, match=r"config\.task\.name: .*Ranked"):
+      run(tmp_path, "parts", Ranked(), 12)
+    return
+  assert task.made == list(range(12))
+  # Each batch moved the outputs of the state before it towards 1.
+  assert float(np.abs(jax.device_get(whole.params)["Dense_0"]["kernel"]).sum())
+  rows = tiny.rows(tmp_path / "whole")
+  assert rows[-1]["train_loss"] < rows[0]["train_loss"] or len(rows) == 1
+
+
+ZEROS = {"inputs": np.zeros((8, 2)), "target": np.zeros(8)}
+
+
+@pytest.mark.parametrize(
+  ("batches", "facts"),
+  [
+    ([{"inputs": np.zeros((8, 2))}], "inputs, target"),
+    ([{**ZEROS, "inputs": np.zeros((4, 2))}], r"inputs .*\(8, 2\).* \(4, 2\)"),
+    ([{**ZEROS, "target": np.full(8, 0.5)}], "target .*int32.*float64"),
+    ([], "after 0 steps.* None"),
+  ],
+)
+def test_invalid_rollouts_raise(batches, facts):
+  class Task(small_tasks.Rollouts):
+    def train_batches(self, stream):
+      return batches
+
+  sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
+  made = rollouts.Rollouts(
+    tasks.adapt(Task()),
+    seed=0,
+    batch={
+      "inputs": jax.ShapeDtypeStruct((8, 2), np.float32, sharding=sharding),
+      "target": jax.ShapeDtypeStruct((8,), np.int32, sharding=sharding),
+    },
+  )
+  with pytest.raises(ValueError, match=f"Task.train_batches.*{facts}"):
+    made.next_batch(None)

@@ -131,8 +131,6 @@ _STOP = {"metric": "eval_los", "mode": "min"}
   ("fields", "facts"),
   [
     ({"task": {"name": _TASK, "widht": 3}}, rf"task \('{_TASK}'\).*'widht'"),
-    ({"task": f"{_THIS}:Tusk"}, "config.task.*'Task'"),
-    ({"task": "clasification"}, "'classification'"),
     ({"task": _TASK, "data": "digits"}, "config.data"),
     ({"task": _TASK, "model": {"name": "cnn"}}, "model.*Task.create_model"),
     (
