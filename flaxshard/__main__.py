@@ -78,6 +78,7 @@ from absl import logging as absl_logging
 from flaxshard import processes
 from flaxshard.processes import local
 from flaxshard.train import command_line
+from flaxshard.train import commits
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import loop
@@ -151,10 +152,7 @@ def main(argv: list[str]) -> None:
   verbose = FLAGS.verbosity > 0
   with command_line.report_mistakes(verbose), console.print_log():
     if FLAGS.synchronize:
-      # Imported here: a run does not need it.
-      from flaxshard.train import synchronize
-
-      synchronize.synchronize(FLAGS.workdir)
+      commits.synchronize(FLAGS.workdir)
       return
     # Once, before several processes find the same mistake.
     config = config_lib.check(FLAGS.config)

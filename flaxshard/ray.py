@@ -284,4 +284,4 @@ def _print_log() -> contextlib.AbstractContextManager[None]:
 
 
 def _read_metrics(workdir: str) -> dict[str, Any]:
-  return metrics_lib.read_last_values(metrics_lib.metrics_path(workdir))
+  return metrics_lib.read_last_values(workdir)

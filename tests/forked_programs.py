@@ -25,7 +25,7 @@ _SERVER = """
 import json, os, runpy, signal, sys
 import matplotlib.pyplot, orbax.checkpoint, sklearn.datasets
 from flaxshard.center import worker
-from flaxshard.train import command_line, loop, synchronize
+from flaxshard.train import command_line, commits, loop
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 while line := sys.stdin.readline():

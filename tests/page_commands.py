@@ -19,10 +19,10 @@ import tiny
 
 from flaxshard import train
 from flaxshard.checkpoint import __main__ as inspection
-from flaxshard.train import charts
 from flaxshard.train import command_line
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
+from flaxshard.train import report
 
 # Blocks that the runner does not run: (kind, pattern, what covers them). The
 # pattern is searched in a command of a "bash" block, or in a whole block. What
@@ -153,7 +153,7 @@ class Runner:
       sys.exit(inspection.main(arguments))
     self._write_config(arguments, block)
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(charts, "plot", lambda *args: None)
+      patch.setattr(report, "draw", lambda *args: None)
       self._train(arguments)
 
   def _write_config(

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterator
 import contextlib
-import os
 import signal
 import sys
 
 import ml_collections
 import pytest
 
-from flaxshard.train import charts
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
+from flaxshard.train import report
 
 
 def config(**fields) -> ml_collections.ConfigDict:
@@ -50,13 +49,13 @@ def importable(name: str, module: str) -> Iterator[None]:
   """
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, name, sys.modules[module])
-    patch.setattr(charts, "plot", lambda *args: None)
+    patch.setattr(report, "draw", lambda *args: None)
     yield
 
 
 def rows(workdir) -> list[dict]:
   """Returns the rows of a run's `metrics.jsonl`."""
-  return metrics_lib.read_rows(os.path.join(workdir, "metrics.jsonl"))
+  return metrics_lib.read_rows(str(workdir))
 
 
 def untimed_rows(workdir) -> list[dict]:

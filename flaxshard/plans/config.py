@@ -51,7 +51,7 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   config = config_lib.check(load.record(config, task))
   strategy = devices.create_compile_only_strategy(config, topology)
   loaded = load.load(config, task, shapes_only=True)
-  setup = setup_lib.plan_setup(config, strategy, loaded)
+  setup = setup_lib.Setup(config, strategy, loaded)
   step = step_lib.compile_step(setup.trace, setup.arguments, setup_lib.BATCH)
   plan = plan_lib.plan_step(step, topology)
   rules = rules_lib.from_config(config.mesh.rules)

@@ -1,14 +1,17 @@
-"""Ends `python -m flaxshard` with one message at a mistake of the user."""
+"""The command line of `flaxshard`: its start, its flags and its mistakes.
+
+A mistake of the user ends the program with one message.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 import contextlib
 import os
+import runpy
 import signal
 import sys
 import traceback
-from typing import NoReturn
 
 from absl import flags
 
@@ -33,6 +36,16 @@ _MISTAKES = (
 )
 
 
+def main() -> None:
+  """Runs `python -m flaxshard`, for the console script `flaxshard`."""
+  # As `python -m` does: a config names modules of the current folder.
+  if not sys.flags.safe_path:
+    sys.path.insert(0, os.getcwd())
+  # As the main module: absl prints its docstring and its flags as the help, and
+  # `multiprocessing` imports it again by its name.
+  runpy.run_module("flaxshard", run_name="__main__", alter_sys=True)
+
+
 def parse_flags(
   argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
 ) -> list[str]:
@@ -53,19 +66,32 @@ def parse_flags(
     SystemExit: A flag, a field or the config file is wrong; the message names
       it. Or what --list, --version and --help=config ask for is printed.
   """
-  program, *arguments = argv
   try:
-    arguments = flag_values.read_flags_from_files(arguments, force_gnu=False)
-    if any(argument.lstrip("-") == "help=config" for argument in arguments):
-      print(config_text.help_text())
-      raise SystemExit(0)
-    arguments, fields = files.split_flags(arguments)
-    rest = flag_values([program, *arguments])
+    return _parse(argv, flag_values)
   except flags.Error as error:
     name = getattr(error, "flagname", None)
     is_field = name in definition.FIELDS
     hint = f" Did you mean --config.{name}?" if is_field else ""
-    _exit(f"{error}{hint} --help lists the flags.")
+    message = f"{error}{hint} --help lists the flags."
+  except config_lib.ConfigFileError as error:
+    if error.__cause__:
+      # Python's own: it has the file and the line.
+      traceback.print_exception(error.__cause__)
+    message = f"--config={error}"
+  except ValueError as error:
+    message = str(error)
+  print(f"flaxshard: {message}", file=sys.stderr)
+  raise SystemExit(1)
+
+
+def _parse(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
+  program, *arguments = argv
+  arguments = flag_values.read_flags_from_files(arguments, force_gnu=False)
+  if any(argument.lstrip("-") == "help=config" for argument in arguments):
+    print(config_text.help_text())
+    raise SystemExit(0)
+  arguments, fields = files.split_flags(arguments)
+  rest = flag_values([program, *arguments])
   if flag_values.version:
     print(f"flaxshard {VERSION}")
     raise SystemExit(0)
@@ -76,34 +102,23 @@ def parse_flags(
       print(f"{name:{width}}  {meaning}")
     raise SystemExit(0)
   if rest[1:]:
-    _exit(
+    raise ValueError(
       f"unexpected argument {rest[1]!r}: the flags are --config=NAME, "
       "--workdir=FOLDER, --config.FIELD=VALUE and --plan=TOPOLOGY."
     )
+  if not flag_values.workdir and flag_values.plan is None:
+    raise ValueError(
+      "--workdir is missing: the folder of the run. Only --plan needs none."
+    )
   if flag_values.synchronize:
-    if not flag_values.workdir:
-      _exit("--synchronize needs --workdir: the folder of the run.")
     return rest
   if not flag_values.config:
-    _exit(
+    raise ValueError(
       "--config is missing: a name that --list prints, or a file. For example: "
       "flaxshard --config=digits --workdir=/tmp/digits. --help lists the flags."
     )
-  if not flag_values.workdir and flag_values.plan is None:
-    _exit(
-      "--workdir is missing: the folder of the run. Only --plan needs none."
-    )
-  try:
-    config = config_lib.read(flag_values.config)
-  except config_lib.ConfigFileError as error:
-    if error.__cause__:
-      # Python's own: it has the file and the line.
-      traceback.print_exception(error.__cause__)
-    _exit(f"--config={error}")
-  try:
-    files.set_fields(config, fields)
-  except ValueError as error:
-    _exit(str(error))
+  config = config_lib.read(flag_values.config)
+  files.set_fields(config, fields)
   # From here on the flag is the config, as with `config_flags`.
   flag_values["config"].value = config
   return rest
@@ -148,11 +163,6 @@ def report_mistakes(verbose: bool) -> Iterator[None]:
   if failures.has_failed():
     failures.end(code)
   raise SystemExit(code)
-
-
-def _exit(message: str) -> NoReturn:
-  print(f"flaxshard: {message}", file=sys.stderr)
-  raise SystemExit(1)
 
 
 def _is_raised_by_flaxshard(error: BaseException) -> bool:

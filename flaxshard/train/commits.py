@@ -1,18 +1,25 @@
-"""The commits of a run whose AGN has its center in a store.
+"""Runs whose AGN has its center in a store: commits, and their merging.
 
 The loop calls `commit` after each step. In other runs that does nothing: their
-commits are part of the compiled step.
+commits are part of the compiled step. `flaxshard --synchronize` merges beside
+the store what the workers commit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import contextlib
 import logging
+import signal
+import time
 from typing import Any
 
 from flaxshard.core import files
+from flaxshard.core import registry
 from flaxshard.state.train_state import TrainState
+from flaxshard.train import config as config_lib
+from flaxshard.train import console
+from flaxshard.train import load
 from flaxshard.train import metrics
 from flaxshard.train import preemption
 from flaxshard.train import ranks
@@ -22,6 +29,9 @@ from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 
 _log = logging.getLogger(__name__)
+
+# Seconds until `synchronize` looks again whether a worker has come.
+_PAUSE_SECONDS = 0.2
 
 
 class Commits:
@@ -89,26 +99,25 @@ class Commits:
       return state
     return self._worker.settle(state)
 
-  def finish(self, state: TrainState) -> TrainState:
-    """Waits for the other workers; returns the state with the final center.
+  def finish(self, state: TrainState) -> tuple[TrainState, bool]:
+    """Waits for the other workers.
 
     Args:
       state: The state after the last step.
 
-    Raises:
-      InterruptedError: A signal has ended the wait. The state is not final, so
-        it is not to be saved as the last one.
+    Returns:
+      The state, and whether it has the final center. It has not if a signal has
+      ended the wait: then it is not to be saved as the last one.
     """
     if self._worker is None:
-      return state
+      return state, True
     state = self._worker.finish(state)
     if not self._worker.is_finished:
       _log.warning(
         "stopped at the last step, before the other workers; the same command "
         "or call continues from the last checkpoint"
       )
-      raise InterruptedError("the run was stopped while it waited for others")
-    return state
+    return state, self._worker.is_finished
 
   def publish(self, step: int, state: TrainState, row: metrics.Row) -> None:
     """Saves the final center in the workdir of worker 0, if that is gone.
@@ -138,13 +147,12 @@ class Commits:
         worker.worker_id,
         root,
       )
-      same_run.write(self._setup, root)
+      resume.write_files(self._setup, root)
       evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
       saver.save(step, state, data=self._train_iter, metrics=evaluation)
       # Rows of this step may be those of a worker 0 that could not save it.
-      file = metrics.MetricsFile(metrics.metrics_path(root), step - 1)
-      with contextlib.closing(file):
-        file.write(step, row, flush=True)
+      with contextlib.closing(metrics.MetricsFile(root, step - 1)) as file:
+        file.write(step, row)
     report.draw(config, root)
     report.log_result(root, logging.WARNING)
 
@@ -200,3 +208,54 @@ def open_commits(
     should_stop=lambda: stop_request.signum is not None,
   ) as worker:
     yield Commits(setup, workdir, train_iter, worker)
+
+
+def synchronize(workdir: str) -> None:
+  """Merges the commits of the workers of a run until it has ended.
+
+  The config of the run comes from its center. Nothing is trained, and no data
+  is read. After a signal the workers go on without it.
+
+  Args:
+    workdir: The workdir of the run; its first worker may come later.
+
+  Raises:
+    StoreError: The store cannot be read or written.
+    SystemExit: After a signal; the code is 128 plus its number.
+    ValueError, TypeError: The run's model or optimizer cannot be created here.
+  """
+  # Imported here: other runs do not need it.
+  from flaxshard.center import facts as facts_lib
+  from flaxshard.center import merge
+  from flaxshard.center import store
+
+  workdir = files.absolute(workdir)
+  files.check_writable("workdir", workdir, create=False)
+  objects = store.Objects(store.center_url(workdir))
+  signums: list[int] = []
+  for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, lambda signum, frame: signums.append(signum))
+  with console.show_log():
+    facts = facts_lib.read(objects)
+    if facts is None:
+      _log.info("waiting for the first worker in %s", objects.url)
+    while facts is None and not signums:
+      time.sleep(_PAUSE_SECONDS)
+      facts = facts_lib.read(objects)
+    if facts is not None:
+      state = _abstract_state(facts)
+      merge.synchronize(objects, state, lambda: bool(signums))
+    if signums:
+      raise SystemExit(128 + signums[0])
+
+
+def _abstract_state(facts: Mapping[str, Any]) -> TrainState:
+  """Returns the shapes and dtypes of the state of a run's workers."""
+  if "config" not in facts:
+    raise ValueError(
+      "--synchronize needs a run from a config: the workers of this one have "
+      "a loop of their own, and merge themselves."
+    )
+  # JSON has lists for the tuples of the config.
+  config = config_lib.check(registry.to_plain(facts["config"]))
+  return load.plan(config, facts["example"]).abstract_state

@@ -12,15 +12,13 @@ import warnings
 import jax
 
 
-@contextlib.contextmanager
-def show_log() -> Iterator[None]:
+def show_log() -> contextlib.AbstractContextManager[None]:
   """Prints the log of flaxshard within the block, unless it is configured.
 
   Logging is configured if the root logger or that of flaxshard has a level or a
   handler that Python's defaults do not have. Then nothing changes.
   """
-  with contextlib.nullcontext() if _is_logging_configured() else print_log():
-    yield
+  return contextlib.nullcontext() if _is_logging_configured() else print_log()
 
 
 @contextlib.contextmanager
@@ -52,9 +50,8 @@ def quiet_other_processes(worker_id: int = 0) -> Iterator[None]:
   """
   log = logging.getLogger("flaxshard")
   level = log.level
-  is_other = worker_id or jax.process_index()
-  if is_other and log.getEffectiveLevel() < logging.WARNING:
-    log.setLevel(logging.WARNING)
+  if worker_id or jax.process_index():
+    log.setLevel(max(log.getEffectiveLevel(), logging.WARNING))
   try:
     yield
   finally:
@@ -127,10 +124,11 @@ def progress_bar(
 
   # Log lines are printed above the bar, not through it. tqdm replaces the
   # handlers that write to the console, so ask it only where there are some.
+  consoles = (sys.stdout, sys.stderr)
   loggers = [
     log
     for log in (logging.getLogger("flaxshard"), logging.getLogger())
-    if any(_is_console(handler) for handler in log.handlers)
+    if any(getattr(h, "stream", None) in consoles for h in log.handlers)
   ]
   with (
     auto.tqdm(
@@ -155,13 +153,6 @@ def progress_bar(
       bar.update(step - bar.n)
 
     yield update
-
-
-def _is_console(handler: logging.Handler) -> bool:
-  return isinstance(handler, logging.StreamHandler) and handler.stream in (
-    sys.stdout,
-    sys.stderr,
-  )
 
 
 def in_ipython() -> bool:

@@ -112,7 +112,14 @@ def plan_state(
       create, mutable=DenyList(("intermediates", *sown))
     )
     state = create(abstract=True)
-  return state, create
+
+  def create_state() -> TrainState:
+    # The static fields of the traced state, or the step would compile again.
+    return jax.tree.unflatten(
+      jax.tree.structure(state), jax.tree.leaves(create())
+    )
+
+  return state, create_state
 
 
 def _sown_collections(state: TrainState) -> list[str]:

@@ -41,7 +41,7 @@ def create_strategy(config: Any) -> Strategy:
   if config.mesh.virtual_devices:
     _use_virtual_devices(config.mesh.virtual_devices)
   devices = compile_only.all_devices()
-  strategy = _create_strategy(config, devices)
+  strategy = strategy_of(config, devices)
   _log.info(
     "JAX %s, process %d of %d, %d of %d %s devices, %r",
     jax.__version__,
@@ -70,33 +70,22 @@ def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
   """
   named = Topology.named(topology)
   devices: Any = named.devices
-  return _create_strategy(config, devices.ravel().tolist(), named)
+  return strategy_of(config, devices.ravel().tolist(), named)
 
 
-def strategy_for_state(config: Any) -> tuple[Strategy, bool]:
-  """Returns a strategy that holds the state of a run on the devices here.
-
-  `config.mesh.virtual_devices` is not used.
-
-  Args:
-    config: A checked config.
-
-  Returns:
-    The strategy of `config.mesh`, or that of the first device if the config
-    does not fit the devices; and whether it is the former.
-  """
-  devices = compile_only.all_devices()
-  try:
-    return _create_strategy(config, devices), True
-  except ValueError as e:
-    _log.info("the state is put on the first device: %s", e)
-    return Strategy(devices=devices[:1]), False
-
-
-def _create_strategy(
+def strategy_of(
   config: Any, devices: Sequence[Any], topology: Topology | None = None
 ) -> Strategy:
-  """Returns the strategy of a config over the first of some devices."""
+  """Returns the strategy of a config over the first of some devices.
+
+  Args:
+    config: A checked config. `mesh.virtual_devices` is not used.
+    devices: The devices.
+    topology: The topology of all of them; None: that of JAX's devices.
+
+  Raises:
+    ValueError: As in `create_strategy`.
+  """
   mesh = config.mesh
   logical_field, logical_count = "logical_devices", mesh.logical_devices
   if mesh.axes:

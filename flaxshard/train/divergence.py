@@ -14,7 +14,6 @@ from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import steps
 from flaxshard.wrappers import stack
-from flaxshard.wrappers.loss_scale import DynamicLossScale
 from flaxshard.wrappers.loss_scale import LossScale
 
 _log = logging.getLogger(__name__)
@@ -50,10 +49,8 @@ class Watch:
     self.is_stalled = False
     self._config = config
     self._warned: set[str] = set()
-    rules = [w.rule for w in state.wrappers if isinstance(w, LossScale)]
-    self._rule = next(
-      (rule for rule in rules if isinstance(rule, DynamicLossScale)), None
-    )
+    found = [w for w in state.wrappers if isinstance(w, LossScale)]
+    self._rule: Any = next((w.rule for w in found if w.skips_steps), None)
     # "auto" may have found nothing to scale.
     scale = state.wrapper_states.get(LossScale.name)
     self._skipped_steps = int(scale.skipped_steps) if scale else 0

@@ -8,6 +8,7 @@ run stops at the same step as one without an interruption.
 from __future__ import annotations
 
 from collections.abc import Mapping
+import logging
 import math
 from typing import Any
 
@@ -15,6 +16,8 @@ from flax.training import early_stopping as flax_early_stopping
 
 from flaxshard.train import config as config_lib
 from flaxshard.train import metrics as metrics_lib
+
+_log = logging.getLogger(__name__)
 
 
 class EarlyStopping:
@@ -53,16 +56,6 @@ class EarlyStopping:
       patience=config["patience"], min_delta=config["min_delta"]
     )
 
-  @property
-  def reason(self) -> str:
-    """Why the run ends, in one sentence without a full stop."""
-    return (
-      f"{self._config['metric']} has not improved on "
-      f"{self._rule.best_metric * self._sign:.4g} of step {self.best_step} by "
-      f"more than {self._config['min_delta']:g} in "
-      f"{self._config['patience'] + 1} evaluations"
-    )
-
   def update(self, step: int, row: Mapping[str, float | None]) -> None:
     """Adds the evaluation of a row, if it has one.
 
@@ -81,6 +74,20 @@ class EarlyStopping:
     if self._rule.should_stop and self.stopped_step is None:
       self.stopped_step = step
 
+  def log(self) -> None:
+    """Logs why the run has ended, if it has ended early."""
+    if self.stopped_step is not None:
+      _log.info(
+        "stopped early at step %d: %s has not improved on %.4g of step %d by "
+        "more than %g in %d evaluations",
+        self.stopped_step,
+        self._config["metric"],
+        self._rule.best_metric * self._sign,
+        self.best_step,
+        self._config["min_delta"],
+        self._config["patience"] + 1,
+      )
+
 
 def replay(
   config: Mapping[str, Any], workdir: str, last_step: int
@@ -97,7 +104,7 @@ def replay(
   """
   stopping = EarlyStopping(config)
   if config["metric"] != "none":
-    for row in metrics_lib.read_rows(metrics_lib.metrics_path(workdir)):
+    for row in metrics_lib.read_rows(workdir):
       if row["step"] <= last_step:
         stopping.update(row["step"], row)
   return stopping

@@ -136,15 +136,14 @@ def evaluate(
     step=step,
     rng=devices.replicate(setup.strategy, rng),
   )
-  if task.evaluate is not None:
-    values = check_numbers(f"{task.name}.evaluate", task.evaluate(evaluation))
-  else:
+  if task.evaluate is None:
     values = evaluation.means() if setup.has_eval_data else {}
+  else:
+    values = check_numbers(f"{task.name}.evaluate", task.evaluate(evaluation))
+    # Other code may compute another value in each process.
+    values = json.loads(multihost.exchange(json.dumps(values))[0])
   metrics = {f"eval_{name}": value for name, value in values.items()}
   _check_names(config, metrics)
-  if task.evaluate is not None:
-    # Other code may compute another value in each process.
-    metrics = json.loads(multihost.exchange(json.dumps(metrics))[0])
   return metrics
 
 
@@ -161,12 +160,11 @@ def check_metrics(setup: setup_lib.Setup) -> None:
   """
   task = setup.task
   names = [f"eval_{name}" for name in task.metric_names]
-  if task.evaluate is not None:
-    return
   if not setup.has_eval_data:
-    _check_names(setup.config, ())
+    names = []
   # A collection may compute other numbers than those of its fields.
-  elif task.metrics.compute is clu_metrics.Collection.compute:
+  computes_fields = task.metrics.compute is clu_metrics.Collection.compute
+  if task.evaluate is None and (computes_fields or not names):
     _check_names(setup.config, names)
 
 

@@ -20,7 +20,6 @@ A program needs JAX, flatbuffers and safetensors to run them::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import importlib.util
 import json
 import os
 from typing import Any
@@ -28,12 +27,10 @@ from typing import Any
 from etils import epath
 import jax
 from jax import export as jax_export
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from flaxshard import tasks
-from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import trees
 from flaxshard.core.version import VERSION
@@ -70,9 +67,9 @@ def export(
     source: The workdir of a run, whose latest checkpoint is exported; what
       `fs.load` returned; or a `TrainState`.
     path: The folder for the files, on a file system or in a bucket.
-    task: The task object of a run that was given one: see `fs.load`. For a
-      `TrainState`, a task whose `predict` is exported; None calls the model
-      with `batch["inputs"]`.
+    task: For a workdir, the task object of a run that was given one: see
+      `fs.load`. For a `TrainState`, a task whose `predict` is exported; None
+      calls the model with `batch["inputs"]`.
     example: For a `TrainState` alone: the arrays of one example by name,
       without the batch dimension, or `jax.ShapeDtypeStruct`s of them.
     platforms: Where the function can run: any of `"cpu"`, `"cuda"`, `"rocm"`
@@ -98,21 +95,18 @@ def export(
     https://huggingface.co/docs/safetensors
   """
   # Found before the export, which takes a while.
-  for package in ("flatbuffers", "safetensors"):
-    if importlib.util.find_spec(package) is None:
-      raise ImportError(
-        f"fs.export needs {package}: pip install 'flaxshard[export]'"
-      )
-  for platform in platforms:
-    checks.one_of("platforms", platform, (*PLATFORMS, "rocm"))
+  try:
+    import flatbuffers  # noqa: F401
+    from safetensors import numpy as safetensors_numpy
+  except ImportError as e:
+    raise ImportError(
+      f"fs.export needs {e.name}: pip install 'flaxshard[export]'"
+    ) from e
   path = files.absolute(path)
   files.check_writable("path", path, create=False)
-  names = (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE)
-  found = [n for n in names if epath.Path(os.path.join(path, n)).exists()]
-  if found:
-    raise ValueError(
-      f"path={path!r} has {', '.join(found)} already: use another folder."
-    )
+  for name in (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE):
+    if epath.Path(os.path.join(path, name)).exists():
+      raise ValueError(f"path={path!r} has {name} already: use another folder.")
   if isinstance(source, TrainState):
     if not example:
       raise ValueError(
@@ -125,8 +119,7 @@ def export(
   else:
     if not isinstance(source, load_lib.Loaded):
       source = load_lib.load(source, task=task)
-    state, example = source.state, source.example
-    task = source.task if task is None else tasks.adapt(task)
+    state, example, task = source.state, source.example, source.task
     facts = {
       "step": source.step,
       "task": task.name,
@@ -134,14 +127,32 @@ def export(
     }
   variables, call = _flatten(state, task)
   exported = _export(call, variables, example, tuple(platforms), batch_size)
+  (_, inputs), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+  outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
   description = {
     "flaxshard": VERSION,
     "jax": jax.__version__,
     **facts,
-    **_describe(variables, exported),
+    "platforms": list(exported.platforms),
+    "inputs": jax.tree.map(_describe, inputs),
+    "outputs": jax.tree.map(_describe, outputs),
+    "variables": jax.tree.map(_describe, variables),
   }
-  _write(path, variables, exported, description)
+  epath.Path(path).mkdir(parents=True, exist_ok=True)
+  for name, content in (
+    (VARIABLES_FILE, safetensors_numpy.save(variables)),
+    (FUNCTION_FILE, bytes(exported.serialize())),
+    # Where it is, the others are complete.
+    (DESCRIPTION_FILE, json.dumps(description, indent=2).encode()),
+  ):
+    epath.Path(os.path.join(path, name)).write_bytes(content)
   return description
+
+
+def _describe(x: Any) -> dict[str, Any]:
+  # A symbolic dimension is a name or an expression.
+  shape = [n if isinstance(n, int) else str(n) for n in x.shape]
+  return {"shape": shape, "dtype": str(x.dtype)}
 
 
 def _flatten(
@@ -162,27 +173,18 @@ def _flatten(
   arrays = {trees.path_string(path): x for path, x in paths}
   if len(arrays) < len(paths):
     raise ValueError("two parameters have the same path: a file holds one.")
-  # A file cannot hold PRNG keys, as those of NNX modules, but their data.
-  key_impls = {
-    name: jax.random.key_impl(x)
+  variables = {
+    name: np.ascontiguousarray(jax.device_get(x)).reshape(x.shape)
     for name, x in arrays.items()
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    # A file cannot hold the PRNG keys of NNX modules: they are constants.
+    if not trees.is_prng_key(x)
   }
 
   def call(variables: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
-    leaves = [
-      jax.random.wrap_key_data(variables[name], impl=key_impls[name])
-      if name in key_impls
-      else variables[name]
-      for name in arrays
-    ]
+    leaves = [variables.get(name, x) for name, x in arrays.items()]
     given = jax.tree.unflatten(structure, leaves)
     return load_lib.predict(task, bare_state.replace(**given), batch)
 
-  variables = {}
-  for name, x in arrays.items():
-    x = jax.random.key_data(x) if name in key_impls else x
-    variables[name] = np.ascontiguousarray(jax.device_get(x)).reshape(x.shape)
   return variables, call
 
 
@@ -243,42 +245,3 @@ def _export(
       f"the prediction cannot be exported for platforms={platforms}{hint}: "
       f"{type(e).__name__}: {e}"
     ) from e
-
-
-def _describe(
-  variables: Mapping[str, np.ndarray], exported: jax_export.Exported
-) -> dict[str, Any]:
-  """Returns what `model.json` says of the function and its arguments."""
-  (_, inputs), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-  return {
-    "platforms": list(exported.platforms),
-    "inputs": jax.tree.map(_describe_array, inputs),
-    "outputs": jax.tree.map(
-      _describe_array, jax.tree.unflatten(exported.out_tree, exported.out_avals)
-    ),
-    "variables": {k: _describe_array(x) for k, x in variables.items()},
-  }
-
-
-def _describe_array(x: Any) -> dict[str, Any]:
-  # A symbolic dimension is a name or an expression.
-  shape = [n if isinstance(n, int) else str(n) for n in x.shape]
-  return {"shape": shape, "dtype": str(x.dtype)}
-
-
-def _write(
-  path: str,
-  variables: dict[str, np.ndarray],
-  exported: jax_export.Exported,
-  description: Mapping[str, Any],
-) -> None:
-  from safetensors import numpy as safetensors_numpy
-
-  epath.Path(path).mkdir(parents=True, exist_ok=True)
-  for name, content in (
-    (VARIABLES_FILE, safetensors_numpy.save(variables)),
-    (FUNCTION_FILE, bytes(exported.serialize())),
-    # Where it is, the others are complete.
-    (DESCRIPTION_FILE, json.dumps(description, indent=2).encode()),
-  ):
-    epath.Path(os.path.join(path, name)).write_bytes(content)

@@ -33,13 +33,10 @@ import functools
 import inspect
 from typing import Any
 
-from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.state.train_state import TrainState
 
 Hook = Callable[[int, TrainState, Mapping[str, float]], Any]
-
-_SIGNATURE = "(step, state, metrics)"
 
 
 class HookError(RuntimeError):
@@ -47,22 +44,17 @@ class HookError(RuntimeError):
 
 
 def create(
-  named: Sequence[Any],
-  hooks: Sequence[Hook],
-  *,
-  config: Any,
-  workdir: str,
-  worker_id: int = 0,
+  config: Any, hooks: Sequence[Hook], workdir: str, worker_id: int = 0
 ) -> Callable[[int, TrainState, Mapping[str, float | int | None]], None]:
   """Returns a function that calls the hooks of a run, in their order.
 
   Args:
-    named: `config.hooks`: dicts with a `"name"`, `"package.module:attribute"`,
-      and arguments. A class is created with the arguments, and with
-      `config`, `workdir` and `worker_id` if it takes them. Another callable is
-      the hook itself, and the arguments are passed at each call.
+    config: The checked config. Its `hooks` are dicts with a `"name"`,
+      `"package.module:attribute"`, and arguments. A class is created with the
+      arguments, and with `config`, `workdir` and `worker_id` if it takes them.
+      Another callable is the hook itself, and the arguments are passed at each
+      call.
     hooks: Further hooks, which are called after the named ones.
-    config: The checked config.
     workdir: The folder of the run, or of the worker.
     worker_id: The worker that this process is.
 
@@ -72,18 +64,24 @@ def create(
     a HookError.
 
   Raises:
-    TypeError: A hook cannot be called with a step, a state and metrics.
+    TypeError: One of `hooks` is no function.
     ValueError: A name is unknown, or an argument is.
   """
   offered = {"config": config, "workdir": workdir, "worker_id": worker_id}
   found = [
-    _create_named(f"config.hooks[{i}]", item, offered)
-    for i, item in enumerate(named)
+    _create_named(f"config.hooks[{i}]", named, offered)
+    for i, named in enumerate(config.hooks)
   ]
   for i, hook in enumerate(hooks):
-    name = _name_of(hook)
-    _check_callable(f"hooks[{i}] ({name})", hook)
-    found.append((name, hook))
+    # To call a class would make an object at each step, and do nothing else.
+    if not callable(hook) or inspect.isclass(hook):
+      raise TypeError(
+        f"hooks[{i}] must be a function (step, state, metrics) or a callable "
+        f"object, got {hook!r}."
+      )
+    # The name of a function, or of the class of an object.
+    cls = hook if hasattr(hook, "__qualname__") else type(hook)
+    found.append((f"{cls.__module__}:{cls.__qualname__}", hook))
 
   def call(
     step: int, state: TrainState, row: Mapping[str, float | int | None]
@@ -111,25 +109,4 @@ def _create_named(
     hook = registry.construct(where, found, arguments, given=given)
   else:
     hook = functools.partial(found, **registry.to_plain(arguments))
-  _check_callable(where, hook)
   return config["name"], hook
-
-
-def _check_callable(where: str, hook: Any) -> None:
-  """Raises if a hook cannot be called with a step, a state and metrics."""
-  if not callable(hook) or inspect.isclass(hook):
-    raise TypeError(
-      f"{where} must be a function {_SIGNATURE} or a callable object, "
-      f"got {checks.describe(hook)}."
-    )
-  try:
-    inspect.signature(hook).bind(0, None, {})
-  # ValueError: an argument of the config that the function does not take.
-  except (TypeError, ValueError) as e:
-    raise TypeError(f"{where} is called with {_SIGNATURE}: {e}.") from e
-
-
-def _name_of(hook: Any) -> str:
-  """Returns `module:name` of a function, or of the class of an object."""
-  named = hook if hasattr(hook, "__qualname__") else type(hook)
-  return f"{named.__module__}:{named.__qualname__}"

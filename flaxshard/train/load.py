@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import contextlib
 import dataclasses
 import functools
@@ -14,25 +14,24 @@ from etils import epath
 import jax
 import ml_collections
 
-from flaxshard import tasks
 from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import restoring
 from flaxshard.checkpoint import steps
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
-from flaxshard.core import optimizer
 from flaxshard.core import registry
+from flaxshard.partitioning import compile_only
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply as apply_lib
 from flaxshard.tasks import load as tasks_load
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import config as config_lib
-from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
 from flaxshard.train import ranks
-from flaxshard.train import same_run
+from flaxshard.train import resume
+from flaxshard.train import setup as setup_lib
 
 _log = logging.getLogger(__name__)
 
@@ -146,39 +145,37 @@ def load(
     >>> logits = loaded.predict({"inputs": images})  # doctest: +SKIP
   """
   workdir = files.absolute(workdir)
-  if task is not None:
-    task = tasks.adapt(task)
+  values, shapes = (
+    _read_json(workdir, name) for name in (resume.CONFIG_FILE, resume.DATA_FILE)
+  )
   # JSON has lists for the tuples of the config.
-  values = registry.to_plain(_read_json(workdir, "config.json"))
-  config = config_lib.check(values)
-  shapes = _read_json(workdir, "data.json")
-  loaded, strategy, (abstract_state, create) = plan(
-    config, shapes, task, strategy, rules
-  )
-  directory = steps.directory_of_steps(workdir)
-  chosen = _choose_step(config, workdir, step)
-  list_steps = lambda: steps.find(directory)
-  restore = lambda: choose.read_newest(
-    directory,
-    chosen,
-    lambda path: restoring.restore_step(path, abstract_state),
-    list_steps,
-  )
-  if chosen is not None or ranks.store_agn(config) is None:
+  config = config_lib.check(registry.to_plain(values))
+  setup = plan(config, shapes, task, strategy, rules)
+  if step == "best":
+    step = _best_step(config, workdir)
+  elif step is not None:
+    step = checks.integer("step", step, minimum=0)
+
+  def read(path: Any) -> tuple[Any, TrainState]:
+    restored = restoring.restore_step(path, setup.abstract_state)
+    return steps.number_of(path), restored
+
+  restore = lambda: choose.read(workdir, step, read)
+  if step is not None or ranks.store_agn(config) is None:
     number, state = restore()
   else:
-    has_steps = bool(list_steps())
-    newest = restore() if has_steps else (0, create())
+    has_steps = bool(steps.find(steps.directory_of_steps(workdir)))
+    newest = restore() if has_steps else (0, setup.create_state())
     found = _find_final_center(workdir, *newest)
     # Without a step, restoring says what is missing.
     number, state = found or (newest if has_steps else restore())
   return Loaded(
     state=state,
     config=config,
-    task=loaded.task,
+    task=setup.task,
     step=number,
-    strategy=strategy,
-    example=loaded.shapes.example,
+    strategy=setup.strategy,
+    example=setup.loaded.shapes.example,
     workdir=workdir,
   )
 
@@ -189,10 +186,8 @@ def plan(
   task: Any = None,
   strategy: Strategy | None = None,
   rules: Any = None,
-) -> tuple[
-  tasks_load.LoadedTask, Strategy, tuple[TrainState, Callable[[], TrainState]]
-]:
-  """Plans the state of a run, without its data.
+) -> setup_lib.Setup:
+  """Returns the setup of a run without its data.
 
   Args:
     config: The checked config of the run.
@@ -200,23 +195,22 @@ def plan(
     task: As for `load`.
     strategy: As for `load`.
     rules: As for `load`.
-
-  Returns:
-    The task, the devices, and what `creation.plan_state` returns for them.
   """
-  known = same_run.shapes_from_json(shapes)
+  known = resume.shapes_from_json(shapes)
   loaded = tasks_load.load(config, task, known=known)
   if strategy is None:
-    strategy, fits = devices.strategy_for_state(config)
-    if rules is None and not fits:
-      rules = ()
+    found = compile_only.all_devices()
+    try:
+      strategy = devices.strategy_of(config, found)
+    except ValueError as e:
+      _log.info("the state is put on the first device: %s", e)
+      strategy = Strategy(devices=found[:1])
+      rules = () if rules is None else rules
   if rules is not None:
     values = config.to_dict()
     values["mesh"]["rules"] = rules
     config = config_lib.check(values)
-  tx, _ = optimizer.create(config)
-  planned = creation_lib.plan_state(config, strategy, loaded, tx)
-  return loaded, strategy, planned
+  return setup_lib.Setup(config, strategy, loaded)
 
 
 def _read_json(workdir: str, name: str) -> dict[str, Any]:
@@ -226,13 +220,13 @@ def _read_json(workdir: str, name: str) -> dict[str, Any]:
     ValueError: The folder is missing or is not a workdir, or the file is
       broken.
   """
-  path = os.path.join(workdir, name)
-  if not epath.Path(path).exists():
+  content = resume.read_json(workdir, name)
+  if content is None:
     hint = f"it has no {name}."
     if not epath.Path(workdir).is_dir():
       hint = steps.describe_missing(workdir)
     raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
-  return same_run.read_json(path)
+  return content
 
 
 def _find_final_center(
@@ -260,13 +254,8 @@ def _find_final_center(
   return None
 
 
-def _choose_step(config: Any, workdir: str, step: Any) -> int | None:
-  """Returns the number of a step; None for the latest one."""
-  if step is None:
-    return None
-  if not isinstance(step, str):
-    return checks.integer("step", step, minimum=0)
-  checks.one_of("step", step, ("best",))
+def _best_step(config: Any, workdir: str) -> int:
+  """Returns the step with the best `config.best_metric`."""
   metric = config.best_metric
   if metric == "none":
     raise ValueError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 import contextlib
 import logging
-import math
-import os
 import signal
 import time
 from typing import Any
@@ -18,10 +16,7 @@ import numpy as np
 
 from flaxshard.core import files
 from flaxshard.core import multihost
-from flaxshard.core import parameter_groups
 from flaxshard.processes import failures
-from flaxshard.state import describe
-from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import load
@@ -33,7 +28,6 @@ from flaxshard.train import divergence
 from flaxshard.train import early_stopping
 from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import hooks as hooks_lib
-from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import ranks
 from flaxshard.train import report
@@ -147,13 +141,7 @@ def _run(
     files.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)
   report.require_packages(config.writer)
-  call_hooks = hooks_lib.create(
-    config.hooks,
-    hooks,
-    config=config,
-    workdir=workdir,
-    worker_id=rank.worker_id,
-  )
+  call_hooks = hooks_lib.create(config, hooks, workdir, rank.worker_id)
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
   setup = setup_lib.create_setup(config, strategy, task, rank)
@@ -165,7 +153,6 @@ def _run(
   with contextlib.ExitStack() as stack, failures.share():
     with multihost.raise_on_all_processes(ValueError):
       stack.callback(files.lock("workdir", workdir))
-      files.check_writable("workdir", os.path.join(workdir, "checkpoints"))
     # From here on a signal ends the run with a checkpoint.
     stop_request = stack.enter_context(preemption.catch_signals())
     batches = stack.enter_context(setup.open_train_batches())
@@ -187,12 +174,12 @@ def _run(
         config.num_train_steps,
         workdir,
       )
-      _log_early_stop(stopping)
+      stopping.log()
       report.draw(config, workdir)
       report.log_result(workdir)
       return state, None
 
-    _log_state(state, first_step)
+    report.log_state(state, is_new=first_step == 0)
     _compile(setup.lowered_train_step)
     try:
       state, step = commits.start(state, first_step)
@@ -200,7 +187,7 @@ def _run(
       # Stopped while it waited for the other workers: nothing to save.
       return state, stop_request.signum
     # Only now: workers with another config are refused.
-    same_run.write(setup, workdir)
+    resume.write_files(setup, workdir)
     write_row = stack.enter_context(
       report.open_report(config, workdir, first_step)
     )
@@ -212,8 +199,8 @@ def _run(
     progress = setup.init_progress(step)
     timer = timer_lib.Timer(step)
     save_time = time.monotonic()
-    ends, signum = False, None
-    while not ends and signum is None:
+    is_last = False
+    while not is_last:
       step += 1
       profile_before_step(step, state)
       batch = setup.next_batch(batches, state)
@@ -227,15 +214,18 @@ def _run(
       ends = step == config.num_train_steps
       if ends:
         # The last center is evaluated and saved.
-        try:
-          state = commits.finish(state)
-        except InterruptedError:
+        state, is_final = commits.finish(state)
+        if not is_final:
           return state, stop_request.signum
       # An exchange at every step would cost time.
       checkpointer.check(local=True)
-      log, evaluate, save = _find_due(
-        config, step, signum is not None, save_time
-      )
+      # The last step of a run is logged and saved, whatever its number.
+      is_last = ends or signum is not None
+      log = is_last or step % config.log_every_steps == 0
+      evaluate = ends or step % config.eval_every_steps == 0
+      save = is_last or step % config.checkpoint_every_steps == 0
+      if log and not save and config.checkpoint_every_minutes:
+        save = _is_overdue(save_time + 60 * config.checkpoint_every_minutes)
       if not (log or evaluate or save):
         continue
 
@@ -249,8 +239,7 @@ def _run(
           evaluation = evaluation_lib.evaluate(setup, state, step)
           stopping.update(step, evaluation)
           if stopping.stopped_step is not None:
-            # Like the last step of a run, it is logged and saved.
-            ends = log = save = True
+            ends = is_last = log = save = True
           watch.warn_of_pending(step, state, ends)
         row: dict[str, float | int | None] = {}
         if log:
@@ -263,7 +252,7 @@ def _run(
           # A run that resumes from this step has its row.
           write_row(step, row, flush=save)
         watch.check_evaluation(step, evaluation)
-        if save and (ends or signum is not None or not watch.is_stalled):
+        if save and (is_last or not watch.is_stalled):
           # A commit that is under way is in no state.
           state = commits.settle(state)
           watch.check_params(step, state)
@@ -282,9 +271,8 @@ def _run(
       commits.publish(step, state, row)
     if stopping.stopped_step is not None:
       # Saved as it was evaluated; the others may go on from another center.
-      with contextlib.suppress(InterruptedError):
-        commits.finish(state)
-  _log_early_stop(stopping)
+      commits.finish(state)
+  stopping.log()
   if ends or signum is None:
     report.log_result(workdir)
     return state, None
@@ -297,59 +285,13 @@ def _run(
   return state, signum
 
 
-def _find_due(
-  config: Any, step: int, stop: bool, save_time: float
-) -> tuple[bool, bool, bool]:
-  """Returns whether to log, to evaluate and to save after a step.
-
-  Args:
-    config: A checked config.
-    step: The step just taken.
-    stop: Whether a signal ends the run after this step.
-    save_time: `time.monotonic()` of the last save.
-  """
-  final = step == config.num_train_steps
-  # The last step of a run is logged and saved, whatever its number.
-  last = final or stop
-  log = last or step % config.log_every_steps == 0
-  save = last or step % config.checkpoint_every_steps == 0
-  if log and not save and config.checkpoint_every_minutes:
-    seconds = time.monotonic() - save_time
-    save = seconds >= 60 * config.checkpoint_every_minutes
-    if jax.process_count() > 1:
-      # Clocks differ: all processes save when process 0 does.
-      save = bool(multihost_utils.broadcast_one_to_all(np.array(save)))
-  return log, final or step % config.eval_every_steps == 0, save
-
-
-def _log_state(state: TrainState, first_step: int) -> None:
-  description = describe.describe(state)
-  if description.note:
-    _log.warning("%s", description.note)
-  trained = _size(parameter_groups.drop_frozen(state.tx, state.params))
-  frozen = _size(state.params) - trained
-  if isinstance(state.apply_fn, lora.Apply):
-    frozen += _size(state.frozen)
-  if not first_step:
-    _log.info("parameters:\n%s", describe.describe(state.params))
-  # The slots of the optimizer are split like their parameters.
-  _log.info(
-    "%s parameters are trained, %s are frozen; the whole state: %s",
-    f"{trained:,}",
-    f"{frozen:,}",
-    description.summary,
-  )
-
-
-def _size(tree: Any) -> int:
-  return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
-
-
-def _log_early_stop(stopping: early_stopping.EarlyStopping) -> None:
-  if stopping.stopped_step is not None:
-    _log.info(
-      "stopped early at step %d: %s", stopping.stopped_step, stopping.reason
-    )
+def _is_overdue(deadline: float) -> bool:
+  """Returns whether the clock of process 0 has passed a time."""
+  passed = time.monotonic() >= deadline
+  if jax.process_count() > 1:
+    # Clocks differ, and all processes must save.
+    passed = bool(multihost_utils.broadcast_one_to_all(np.array(passed)))
+  return passed
 
 
 def _compile(lowered: jax.stages.Lowered) -> None:
@@ -367,9 +309,7 @@ def _train_row(
   with np.errstate(invalid="ignore"):
     computed = progress.metrics.compute()
   values = evaluation_lib.check_numbers(f"{setup.task.name}.metrics", computed)
-  row: dict[str, Any] = {
-    f"train_{name}": value for name, value in values.items()
-  }
+  row: dict[str, Any] = {f"train_{name}": x for name, x in values.items()}
   # The rate of the last applied update, which had the step before it.
   applied = jax.device_get(state.step)
   rate = row["learning_rate"] = setup.schedule(jnp.maximum(applied - 1, 0))
@@ -377,4 +317,4 @@ def _train_row(
     row[f"learning_rate/{pattern}"] = rate * factor
   # Not `state.metrics()`, which a collection of that name would hide.
   row |= stack.metrics(state.wrappers, state.wrapper_states)
-  return metrics_lib.to_numbers(row)
+  return {key: np.asarray(value).item() for key, value in row.items()}

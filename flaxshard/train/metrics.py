@@ -9,10 +9,9 @@ import logging
 import math
 import os
 import textwrap
-from typing import Any
+from typing import Any, TextIO
 
 from etils import epath
-import numpy as np
 
 from flaxshard.core import files
 
@@ -35,73 +34,62 @@ Row = Mapping[str, float | int | None]
 class MetricsFile:
   """Writes `metrics.jsonl`: one JSON object per line.
 
-  A row is on disk as soon as it is written; in a bucket, with the next
-  checkpoint. JSON has no NaN and no infinity: numbers that are not finite are
-  written as null.
+  JSON has no NaN and no infinity: numbers that are not finite are written as
+  null.
 
   Args:
-    path: The file. Rows of steps after `last_step` are removed, because a
-      resumed run writes them again.
+    workdir: The folder of the file. Rows of steps after `last_step` are
+      removed, because a resumed run writes them again.
     last_step: The step that the run continues from.
   """
 
-  def __init__(self, path: str, last_step: int):
-    kept = [row for row in read_rows(path) if row["step"] <= last_step]
-    self._path = path
-    self._lines = [json.dumps(row) + "\n" for row in kept]
+  def __init__(self, workdir: str, last_step: int):
+    kept = [row for row in read_rows(workdir) if row["step"] <= last_step]
+    text = "".join(json.dumps(row) + "\n" for row in kept)
+    self._path = os.path.join(workdir, FILE)
     # A crash while the file is rewritten must not lose the earlier rows.
-    files.write_text(path, "".join(self._lines))
+    files.write_text(self._path, text)
     # An object in a bucket cannot be appended to.
-    self._file = None if files.is_bucket(path) else open(path, "a")
+    is_in_bucket = files.is_bucket(workdir)
+    self._file: TextIO = (
+      io.StringIO() if is_in_bucket else open(self._path, "a")
+    )
+    if is_in_bucket:
+      self._file.write(text)
 
-  def write(self, step: int, row: Row, flush: bool = False) -> None:
-    """Appends a row.
-
-    Args:
-      step: The step of the row.
-      row: Values by name.
-      flush: Whether a row in a bucket is written at once, and not with those
-        that follow.
-    """
+  def write(self, step: int, row: Row) -> None:
+    """Appends a row: values by name."""
     finite = {
       key: value if value is None or math.isfinite(value) else None
       for key, value in row.items()
     }
-    line = json.dumps({"step": step, **finite}) + "\n"
-    if self._file is not None:
-      self._file.write(line)
-      # A process that is killed loses what it has not flushed.
-      self._file.flush()
-      return
-    self._lines.append(line)
-    if flush:
-      files.write_text(self._path, "".join(self._lines))
+    self._file.write(json.dumps({"step": step, **finite}) + "\n")
+
+  def flush(self) -> None:
+    """Puts the rows on disk; a process that is killed loses others."""
+    if isinstance(self._file, io.StringIO):
+      files.write_text(self._path, self._file.getvalue())
+    self._file.flush()
 
   def close(self) -> None:
-    """Closes the file."""
-    if self._file is None:
-      files.write_text(self._path, "".join(self._lines))
-    else:
-      self._file.close()
+    """Flushes and closes the file."""
+    self.flush()
+    self._file.close()
 
 
-def metrics_path(workdir: str) -> str:
-  """Returns the path of `metrics.jsonl`, which process 0 writes."""
-  return os.path.join(workdir, FILE)
-
-
-def read_rows(path: str) -> list[dict[str, Any]]:
-  """Returns the rows of a `metrics.jsonl`, without broken lines.
+def read_rows(workdir: str) -> list[dict[str, Any]]:
+  """Returns the rows of a workdir's `metrics.jsonl`, without broken lines.
 
   A process that was killed while writing leaves an incomplete last line.
 
   Args:
-    path: The file; it may be missing.
+    workdir: The folder of the file, which may be missing.
   """
   rows = []
-  if epath.Path(path).exists():
+  path = epath.Path(os.path.join(workdir, FILE))
+  if path.exists():
     # A broken line may have bytes that are not UTF-8.
-    with io.TextIOWrapper(epath.Path(path).open("rb"), errors="replace") as f:
+    with io.TextIOWrapper(path.open("rb"), errors="replace") as f:
       for line in f:
         try:
           row = json.loads(line)
@@ -115,22 +103,13 @@ def read_rows(path: str) -> list[dict[str, Any]]:
   return rows
 
 
-def read_last_values(path: str) -> dict[str, Any]:
-  """Returns the last value of each metric of a `metrics.jsonl`.
-
-  Args:
-    path: The file; it may be missing.
-  """
+def read_last_values(workdir: str) -> dict[str, Any]:
+  """Returns the last value of each metric of a workdir's `metrics.jsonl`."""
   values: dict[str, Any] = {}
   # The last row need not have every metric.
-  for row in read_rows(path):
+  for row in read_rows(workdir):
     values |= row
   return values
-
-
-def to_numbers(arrays: Mapping[str, Any]) -> dict[str, float]:
-  """Returns scalar arrays as Python numbers."""
-  return {key: np.asarray(value).item() for key, value in arrays.items()}
 
 
 def format_row(step: int, row: Row) -> list[str]:

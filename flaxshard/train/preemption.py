@@ -6,7 +6,7 @@ before it does. No signal interrupts a save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import logging
 import math
@@ -30,16 +30,12 @@ _SAME_REQUEST_SECONDS = 1.0
 class StopRequest:
   """The signals that a run has received.
 
-  Args:
-    clock: Returns the time in seconds.
-
   Attributes:
     signum: Number of the first signal, or None.
   """
 
-  def __init__(self, clock: Callable[[], float] = time.monotonic):
+  def __init__(self) -> None:
     self.signum: int | None = None
-    self._clock = clock
     self._count = 0
     self._last_time = -math.inf
     self._is_saving = False
@@ -55,7 +51,7 @@ class StopRequest:
 
   def receive(self, signum: int) -> None:
     """Handles a signal; the third one raises, except while saving."""
-    now = self._clock()
+    now = time.monotonic()
     is_same_request = now - self._last_time < _SAME_REQUEST_SECONDS
     self._last_time = now
     if is_same_request:

@@ -146,9 +146,6 @@ def find(
   )
   if found.local_device_ids is not None:
     cluster.use_devices(found.local_device_ids)
-  start_timeout = checks.number(
-    "start_timeout", start_timeout, above=0, below=1e6
-  )
   rank = Rank(found.process_id, found.num_processes, start_timeout)
   # One worker may be a mistake: each of N is started with --num_processes=N.
   level = logging.WARNING if rank.num_workers == 1 else logging.INFO

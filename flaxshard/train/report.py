@@ -1,23 +1,32 @@
-"""Reports the progress of a run: files, log lines and a progress bar."""
+"""Reports a run: each row in files, log lines and a progress bar; a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
 import importlib.util
+import io
 import logging
 import os
 import time
 from typing import Any
 
+from etils import epath
 import jax
 
 from flaxshard.core import files
-from flaxshard.train import charts
+from flaxshard.core import parameter_groups
+from flaxshard.state import describe
+from flaxshard.state import lora
+from flaxshard.state.train_state import TrainState
 from flaxshard.train import console
 from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
+
+# Points of a line of the picture up to which each of them has a marker.
+_MAX_MARKED = 30
+_MAX_PANELS = 16
 
 
 def require_packages(writer: str) -> None:
@@ -26,13 +35,34 @@ def require_packages(writer: str) -> None:
   Args:
     writer: `config.writer`.
   """
-  for package in ("matplotlib", "tqdm", "tensorboardX"):
-    is_used = package != "tensorboardX" or writer == "tensorboard"
-    if is_used and importlib.util.find_spec(package) is None:
+  optional = ("tensorboardX",) if writer == "tensorboard" else ()
+  for package in ("matplotlib", "tqdm", *optional):
+    if importlib.util.find_spec(package) is None:
       raise ImportError(
         f"training from a config needs {package}, not installed: "
         "pip install 'flaxshard[train]'"
       )
+
+
+def log_state(state: TrainState, *, is_new: bool) -> None:
+  """Logs the size of a state and, for a new run, the table of parameters."""
+  description = describe.describe(state)
+  if description.note:
+    _log.warning("%s", description.note)
+  if is_new:
+    _log.info("parameters:\n%s", describe.describe(state.params))
+  size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+  trained = size(parameter_groups.drop_frozen(state.tx, state.params))
+  frozen = size(state.params) - trained
+  if isinstance(state.apply_fn, lora.Apply):
+    frozen += size(state.frozen)
+  # The slots of the optimizer are split like their parameters.
+  _log.info(
+    "%s parameters are trained, %s are frozen; the whole state: %s",
+    f"{trained:,}",
+    f"{frozen:,}",
+    description.summary,
+  )
 
 
 @contextlib.contextmanager
@@ -52,16 +82,16 @@ def open_report(
 
   Yields:
     A function `write_row(step, row, flush=False)`; it does nothing in other
-    processes. Rows of a workdir in a bucket are written there with `flush`,
-    and at the end.
+    processes. A row is on disk as soon as it is written; in a bucket, with
+    `flush` and at the end, because there the whole file is written again.
   """
   if jax.process_index():
     yield lambda step, row, flush=False: None
     return
+  flush_each = not files.is_bucket(workdir)
   with contextlib.ExitStack() as stack:
     stack.callback(draw, config, workdir)
-    path = metrics_lib.metrics_path(workdir)
-    writers: list[Any] = [metrics_lib.MetricsFile(path, first_step)]
+    writers: list[Any] = [metrics_lib.MetricsFile(workdir, first_step)]
     if config.writer == "tensorboard":
       writers.append(_Events(workdir, first_step))
     for writer in writers:
@@ -72,7 +102,9 @@ def open_report(
 
     def write_row(step: int, row: metrics_lib.Row, flush: bool = False) -> None:
       for writer in writers:
-        writer.write(step, row, flush)
+        writer.write(step, row)
+        if flush or flush_each:
+          writer.flush()
       for line in metrics_lib.format_row(step, row):
         _log.info("%s", line)
       update_bar(step, row)
@@ -98,52 +130,98 @@ class _Events:
 
     # EventsWriter has no thread, unlike SummaryWriter. On a full disk that
     # thread dies, and the next write waits for it forever.
-    self._events = event_file_writer.EventsWriter(
-      os.path.join(workdir, "events")
-    )
-    # In a bucket, tensorboardX writes the whole file at each flush.
-    self._is_in_bucket = files.is_bucket(workdir)
+    writer = event_file_writer.EventsWriter(os.path.join(workdir, "events"))
+    self._write_event = writer.write_event
+    self.flush, self.close = writer.flush, writer.close
     if first_step:
       # TensorBoard drops events at or after the step of a START event.
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
       self._write(first_step + 1, session_log=start)
 
-  def _write(self, step: int, **content: Any) -> None:
-    from tensorboardX.proto import event_pb2
-
-    event = event_pb2.Event(wall_time=time.time(), step=step, **content)
-    self._events.write_event(event)
-
-  def write(self, step: int, row: metrics_lib.Row, flush: bool = False) -> None:
+  def write(self, step: int, row: metrics_lib.Row) -> None:
     """Writes a row of metrics."""
     from tensorboardX.proto import summary_pb2
 
-    values = []
+    summary = summary_pb2.Summary()
     for name, value in row.items():
       if value is not None:
         # TensorBoard groups by the prefix.
         split, _, metric = name.partition("_")
         tag = f"{metric}/{split}" if split in ("train", "eval") else name
-        value = summary_pb2.Summary.Value(tag=tag, simple_value=value)
-        values.append(value)
-    self._write(step, summary=summary_pb2.Summary(value=values))
-    if flush or not self._is_in_bucket:
-      self._events.flush()
+        summary.value.add(tag=tag, simple_value=value)
+    self._write(step, summary=summary)
 
-  def close(self) -> None:
-    """Closes the file."""
-    self._events.close()
+  def _write(self, step: int, **content: Any) -> None:
+    from tensorboardX.proto import event_pb2
+
+    event = event_pb2.Event(wall_time=time.time(), step=step, **content)
+    self._write_event(event)
 
 
 def draw(config: Any, workdir: str) -> None:
-  """Draws `training.png` from `metrics.jsonl`, in process 0."""
+  """Draws `training.png` from `metrics.jsonl`, in process 0.
+
+  A panel has a metric of training and evaluation, or another column of the
+  rows, such as the learning rate.
+
+  Args:
+    config: The checked config.
+    workdir: The folder of the files.
+  """
   if jax.process_index():
     return
-  rows = metrics_lib.read_rows(metrics_lib.metrics_path(workdir))
+  # Not pyplot, which picks a GUI backend and keeps every figure alive.
+  from matplotlib import figure
+  from matplotlib import ticker
+
+  rows = metrics_lib.read_rows(workdir)
+  panels = _panels(rows)
+  lines = max(1, -(-len(panels) // 2))
+  canvas = figure.Figure(figsize=(10, 3 * lines), layout="constrained")
+  axes = canvas.subplots(lines, 2, sharex=True, squeeze=False).ravel()
+  for ax in axes[len(panels) :]:
+    ax.remove()
+  for (name, keys), ax in zip(panels.items(), axes, strict=False):
+    for key in keys:
+      points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+      # A line through a single point would be invisible.
+      style = "o-" if len(points) <= _MAX_MARKED else "-"
+      color = "C1" if key.startswith("eval_") else None
+      steps, values = zip(*points, strict=True)
+      ax.plot(steps, values, style, color=color, ms=4, label=key)
+    if name == "loss scale":
+      ax.set_yscale("log", base=2)
+    elif not keys[0].startswith(("train_", "eval_")):
+      # A constant is not drawn as if its last digits were of interest.
+      ax.set_ylim(bottom=0)
+    ax.legend(frameon=False)
+    ax.set_ylabel(name)
+    ax.grid(alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
   step = rows[-1]["step"] if rows else 0
   name, last_step = os.path.basename(workdir), config.num_train_steps
-  title = f"{name}: step {step} of {last_step}"
-  charts.plot(rows, os.path.join(workdir, "training.png"), title)
+  canvas.suptitle(f"{name}: step {step} of {last_step}")
+  canvas.supxlabel("step (batches consumed)")
+  png = io.BytesIO()
+  canvas.savefig(png, dpi=100, format="png")
+  path = epath.Path(os.path.join(workdir, "training.png"))
+  path.write_bytes(png.getvalue())
+
+
+def _panels(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+  """Returns the keys of each panel: the loss, the accuracy, and then others."""
+  panels: dict[str, list[str]] = {"loss": [], "accuracy": []}
+  # A column without a number, or of zeros alone, has no panel.
+  columns = {key: None for row in rows for key, value in row.items() if value}
+  is_other = lambda key: not key.startswith(("train_", "eval_"))
+  for key in sorted(columns, key=is_other):
+    if key != "step":
+      # The learning rate of a pattern has the pattern after a slash.
+      name = key.removeprefix("train_").removeprefix("eval_").split("/")[0]
+      panels.setdefault(name.replace("_", " "), []).append(key)
+  drawn = [(name, keys) for name, keys in panels.items() if keys]
+  return dict(drawn[:_MAX_PANELS])
 
 
 def log_result(workdir: str, level: int = logging.INFO) -> None:
@@ -155,7 +233,7 @@ def log_result(workdir: str, level: int = logging.INFO) -> None:
   """
   if jax.process_index():
     return
-  final = metrics_lib.read_last_values(metrics_lib.metrics_path(workdir))
+  final = metrics_lib.read_last_values(workdir)
   # Of two lines, the second one is the evaluation.
   for line in metrics_lib.format_row(final.pop("step", 0), final)[-1:]:
     _log.log(level, "done: %s", line)

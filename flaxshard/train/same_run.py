@@ -1,19 +1,13 @@
-"""Compares a run with its other processes and workers, and its earlier part.
+"""Compares what the processes and the workers of a run have.
 
 Processes that disagree would wait for each other for ever, or train on with
-parameters that differ. `config.json` and `data.json` say with which config and
-data a workdir was trained. The data must be the same: a checkpoint counts the
-batches consumed.
+parameters that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import hashlib
 import importlib.metadata
-import json
-import logging
-import math
 import os
 import time
 from typing import Any
@@ -24,47 +18,14 @@ import jax
 import numpy as np
 
 from flaxshard import data
-from flaxshard.core import checks
-from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core.version import VERSION
 from flaxshard.data import sources
-from flaxshard.train import early_stopping
+from flaxshard.train import resume
 from flaxshard.train import setup as setup_lib
 
-_log = logging.getLogger(__name__)
-
 # The packages that decide what a step computes and how it is saved.
-_PACKAGES = (
-  "jax",
-  "jaxlib",
-  "flax",
-  "optax",
-  "orbax-checkpoint",
-  "numpy",
-)
-
-# Another value of these fields means other examples at the same position.
-_DATA_FIELDS = ("data", "batch_size", "seed")
-
-# These fields do not change what a run of given data computes.
-_FREE_FIELDS = (
-  "mesh",
-  "log_every_steps",
-  "eval_every_steps",
-  "checkpoint_every_steps",
-  "checkpoint_every_minutes",
-  "on_nonfinite",
-  "profile_steps",
-  "writer",
-  "max_to_keep",
-  "keep_every_steps",
-  "best_metric",
-  "best_mode",
-  "keep_best",
-  "resume",
-  "hooks",
-)
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 # Seconds until a new file is visible on all hosts of a shared file system.
 _VISIBLE_SECONDS = 10.0
@@ -118,16 +79,16 @@ def worker_facts(setup: setup_lib.Setup) -> dict[str, Any]:
     setup: The setup of the config.
   """
   facts = _code_facts(setup.config)
-  for field in _FREE_FIELDS:
+  for field in resume.FREE_FIELDS:
     facts["config"].pop(field)
-  example = shapes_to_json(setup.shapes)
+  example = resume.shapes_to_json(setup.loaded.shapes)
   return {**facts, **_data_facts(setup.splits), "example": example}
 
 
 def _code_facts(config: Any) -> dict[str, Any]:
   """Returns facts about the config and the code."""
   return {
-    "config": config_to_json(config),
+    "config": resume.config_to_json(config),
     "the version of": {
       "flaxshard": VERSION,
       **{name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -139,31 +100,25 @@ def _data_facts(splits: data.Splits | None) -> dict[str, Any]:
   """Returns facts about the data; None if the task makes its own batches."""
   if splits is None:
     return {}
-  sources_by_name = {"train": splits.train, "eval": splits.eval}
-  facts = {
-    name: {
-      "number of examples": "stream"
-      if sources.is_stream(source)
-      else len(source),  # type: ignore[arg-type]
-      "first example": _digest(source),
-    }
-    for name, source in sources_by_name.items()
-    if source is not None
-  }
+  named = {"train": splits.train, "eval": splits.eval}
+  facts = {k: _source_facts(x) for k, x in named.items() if x is not None}
   return {"the data": facts}
 
 
-def _digest(source: Any) -> str:
-  """Returns a digest of the first example of a data source."""
+def _source_facts(source: Any) -> dict[str, Any]:
+  is_stream = sources.is_stream(source)
 
   def digest() -> str:
-    example = next(iter(source)) if sources.is_stream(source) else source[0]
+    example = next(iter(source)) if is_stream else source[0]
     leaves = [np.asarray(x).tobytes() for x in jax.tree.leaves(example)]
     return hashlib.sha256(b"".join(leaves)).hexdigest()[:16]
 
   first = digest()
-  # A source may augment its examples at random.
-  return first if first == digest() else "random"
+  return {
+    "number of examples": "stream" if is_stream else len(source),
+    # A source may augment its examples at random.
+    "first example": first if first == digest() else "random",
+  }
 
 
 def check_workdir(workdir: str) -> None:
@@ -196,142 +151,3 @@ def check_workdir(workdir: str) -> None:
   finally:
     if index == 0:
       path.unlink()
-
-
-def check_earlier_run(
-  config: Any, workdir: str, num_train_examples: int | None, latest_step: int
-) -> None:
-  """Raises if a config cannot continue the last run of a workdir.
-
-  With other data, another batch size or another seed, the batches consumed are
-  other examples. A finished run must not pass for one of a changed config. A
-  config that changes in the middle of a run is warned of.
-
-  Args:
-    config: A checked config.
-    workdir: The workdir, with the `config.json` of its last run.
-    num_train_examples: Number of training examples now.
-    latest_step: The latest step that was saved.
-
-  Raises:
-    ValueError: The data has changed; or the last run is finished, the config
-      has changed, and `config.resume` is not "extend", or there is no step to
-      add; or a file of the last run is broken.
-  """
-  config_path, data_path = _paths(workdir)
-  if not epath.Path(config_path).exists():
-    _log.warning("%s is missing: not checked if the config fits", config_path)
-    return
-  before, now = read_json(config_path), config_to_json(config)
-  must_equal = {f"config.{f}": (before.get(f), now[f]) for f in _DATA_FIELDS}
-  if epath.Path(data_path).exists():
-    count = read_json(data_path).get("num_train_examples")
-    must_equal["the number of training examples"] = count, num_train_examples
-  for name, (old, new) in must_equal.items():
-    # A stream has no number of examples.
-    if None not in (old, new) and old != new:
-      raise ValueError(
-        f"{name}={new!r}, but {workdir} was trained with {old!r}, so its data "
-        "cannot be continued. Use that value or another workdir."
-      )
-  changed = {
-    # A field that another version did not have is no change.
-    field: [
-      f"{path}: {old!r} -> {new!r}"
-      for path, old, new in checks.differences(
-        before[field], now[field], f"config.{field}"
-      )
-    ]
-    for field in now
-    if field in before
-  }
-  free = [text for field in _FREE_FIELDS for text in changed.pop(field, ())]
-  if free:
-    _log.info("changed since the last run: %s", ", ".join(free))
-  fields = ", ".join(text for texts in changed.values() for text in texts)
-  if not fields:
-    return
-
-  def is_finished(values: Mapping[str, Any]) -> bool:
-    rule = values.get("early_stopping", {"metric": "none"})
-    stopping = early_stopping.replay(rule, workdir, latest_step)
-    is_last = latest_step >= values.get("num_train_steps", math.inf)
-    return is_last or stopping.stopped_step is not None
-
-  if is_finished(now) or (config.resume != "extend" and is_finished(before)):
-    raise ValueError(
-      f"{workdir} has a finished run of {latest_step} steps, and the config "
-      f"has changed: {fields}. Use another workdir, or train on with "
-      "config.resume='extend' (--config.resume=extend) and a "
-      f"config.num_train_steps above {latest_step}; after early stopping, "
-      "with a larger config.early_stopping.patience, too."
-    )
-  _log.warning(
-    "the config has changed; training goes on from step %d with %s",
-    latest_step,
-    fields,
-  )
-
-
-def write(setup: setup_lib.Setup, workdir: str) -> None:
-  """Writes what the next run compares, from process 0.
-
-  Args:
-    setup: The setup of the config. A run is loaded without its data: the shapes
-      of an example are written.
-    workdir: The workdir.
-  """
-  if jax.process_index():
-    return
-  num_examples = setup.num_train_examples
-  contents = (
-    config_to_json(setup.config),
-    {"num_train_examples": num_examples, **shapes_to_json(setup.shapes)},
-  )
-  for path, content in zip(_paths(workdir), contents, strict=True):
-    files.write_text(path, json.dumps(content, indent=2, sort_keys=True))
-
-
-def _paths(workdir: str) -> tuple[str, str]:
-  names = ("config.json", "data.json")
-  return os.path.join(workdir, names[0]), os.path.join(workdir, names[1])
-
-
-def config_to_json(config: Any) -> dict[str, Any]:
-  """Returns a config as in its `config.json`, which has lists for tuples."""
-  return dict(json.loads(config.to_json()))
-
-
-def shapes_to_json(shapes: data.Shapes) -> dict[str, Any]:
-  """Returns the shapes for a `data.json`."""
-  return {
-    "num_classes": shapes.num_classes,
-    "example": {
-      key: {"shape": x.shape, "dtype": str(x.dtype)}
-      for key, x in shapes.example.items()
-    },
-  }
-
-
-def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes:
-  """Returns the shapes in the content of a `data.json`."""
-  example = {
-    key: jax.ShapeDtypeStruct(tuple(x["shape"]), np.dtype(x["dtype"]))
-    for key, x in content["example"].items()
-  }
-  return data.Shapes(example, content["num_classes"])
-
-
-def read_json(path: str) -> dict[str, Any]:
-  """Returns the content of a JSON file of a workdir.
-
-  Raises:
-    ValueError: The file is broken.
-  """
-  try:
-    return dict(json.loads(epath.Path(path).read_bytes()))
-  except (ValueError, TypeError) as e:
-    raise ValueError(
-      f"{path} is broken ({e}). A run continues without this file, and without "
-      "a check that the config fits."
-    ) from e

@@ -6,15 +6,12 @@ reported within seconds. A plan uses it too, for devices that need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-import dataclasses
+from collections.abc import Callable, Sequence
 import functools
-import logging
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from flaxshard import data
 from flaxshard.core import optimizer
@@ -28,14 +25,11 @@ from flaxshard.replicas.values import PerReplica
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import load
-from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
 from flaxshard.train import rollouts
 from flaxshard.train import steps
 from flaxshard.train.ranks import Rank
-
-_log = logging.getLogger(__name__)
 
 _ALONE = Rank()
 
@@ -45,45 +39,47 @@ P = jax.sharding.PartitionSpec
 STATE, PROGRESS, BATCH, RNG = range(4)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Setup:
   """The devices, the task, the data, the state and the steps of a config.
 
-  Attributes:
-    config: The checked config.
-    strategy: The devices.
+  To build it traces the creation of the state. Nothing else is traced, read or
+  allocated.
+
+  Args:
+    config: A checked config.
+    strategy: Its strategy; see `devices.create_strategy`.
+    loaded: The task and its data, or the shapes of its data.
     rank: The worker that this process is.
-    task: The task.
-    splits: The data; None for a plan, and if the task makes its own batches.
-    shapes: The shapes of an example of the data.
+
+  Attributes:
     batch_size: Examples in a batch, of this worker alone if there are several.
-    batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
+    abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
     create_state: Returns a new state, and warns of a precision without a scale.
-    jitted_train_step: `jitted_train_step(state, progress, batch, rng)` under
-      `jax.jit`. It donates the state and the progress.
-    arguments: The arguments of the train step, with a `jax.ShapeDtypeStruct`
-      for every array.
+
+  Raises:
+    ValueError, TypeError: The model, the optimizer, the rules and the wrappers
+      do not fit each other. The message names the field.
   """
 
-  config: Any
-  strategy: Strategy
-  rank: Rank
-  task: AdaptedTask
-  splits: data.Splits | None
-  shapes: data.Shapes
-  batch_size: int
-  batch_specs: Mapping[str, P]
-  schedule: optax.Schedule
-  create_state: Callable[[], TrainState]
-  jitted_train_step: Any
-  arguments: tuple[Any, ...]
-
-  @property
-  def abstract_state(self) -> TrainState:
-    """The state with a `jax.ShapeDtypeStruct` for every array."""
-    state: TrainState = self.arguments[STATE]
-    return state
+  def __init__(
+    self,
+    config: Any,
+    strategy: Strategy,
+    loaded: load.LoadedTask,
+    rank: Rank = _ALONE,
+  ):
+    self.config = config
+    self.strategy = strategy
+    self.loaded = loaded
+    self.rank = rank
+    self.task = loaded.task
+    self.splits = loaded.splits
+    self.batch_size = config.batch_size // rank.num_workers
+    tx, self.schedule = optimizer.create(config)
+    self.abstract_state, self.create_state = creation_lib.plan_state(
+      config, strategy, loaded, tx
+    )
 
   @property
   def num_train_examples(self) -> int | None:
@@ -93,6 +89,77 @@ class Setup:
     return len(self.splits.train)  # type: ignore[arg-type]
 
   # The steps.
+
+  @functools.cached_property
+  def arguments(self) -> tuple[Any, ...]:
+    """The arguments of the train step, with a shape for every array.
+
+    Raises:
+      ValueError: `config.mesh.split` does not fit the data.
+    """
+    mesh, specs = self.strategy.mesh, self._batch_specs
+    batch = {
+      key: jax.ShapeDtypeStruct(
+        (self.batch_size, *np.shape(x)),
+        # Without jax_enable_x64, JAX turns float64 and int64 into 32 bits.
+        jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
+        sharding=jax.sharding.NamedSharding(mesh, specs[key]),
+      )
+      for key, x in self.loaded.shapes.example.items()
+    }
+    progress = jax.eval_shape(lambda: steps.init_progress(self.task))
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    return (
+      self.abstract_state,
+      self._place(progress, self.config.mesh.per_replica),
+      batch,
+      self._place(rng, False),
+    )
+
+  @functools.cached_property
+  def _batch_specs(self) -> dict[str, P]:
+    """How each array of a batch is split."""
+    return devices.batch_specs(
+      self.config.mesh.split,
+      self.batch_size,
+      self.strategy,
+      self.loaded.shapes.example,
+    )
+
+  def _place(self, tree: Any, per_replica: bool) -> Any:
+    """Returns shapes that are whole on every device, or one per replica."""
+    spec = P(mesh_lib.REPLICA) if per_replica else P()
+    sharding = jax.sharding.NamedSharding(self.strategy.mesh, spec)
+    rows = (self.strategy.num_replicas_in_sync,) if per_replica else ()
+
+    def place(x: jax.ShapeDtypeStruct) -> Any:
+      placed = jax.ShapeDtypeStruct(
+        (*rows, *x.shape), x.dtype, sharding=sharding
+      )
+      return PerReplica(placed) if per_replica else placed
+
+    return jax.tree.map(place, tree)
+
+  @functools.cached_property
+  def jitted_train_step(self) -> Any:
+    """The jitted train step, which donates the state and the progress."""
+    first_replica = self.rank.worker_id * self.strategy.num_replicas_in_sync
+
+    # The name stands in profiles and programs.
+    def train_step(
+      state: TrainState, progress: steps.Progress, batch: Any, rng: Any
+    ) -> tuple[TrainState, steps.Progress]:
+      # Each worker has the random streams of its own replicas.
+      with replica_context.number_from(first_replica):
+        return steps.train_step(self.task, state, progress, batch, rng)
+
+    donated = STATE, PROGRESS
+    if self.config.mesh.per_replica:
+      return self.strategy.jit(train_step, donate_argnums=donated)
+    # Without shardings, XLA may choose others for the new state, and the second
+    # step would compile again.
+    shardings = jax.tree.map(lambda x: x.sharding, self.arguments[:2])
+    return jax.jit(train_step, donate_argnums=donated, out_shardings=shardings)
 
   @functools.cached_property
   def train_step(self) -> Callable[..., tuple[TrainState, steps.Progress]]:
@@ -128,13 +195,14 @@ class Setup:
     if not self.config.data:
       where = f"the data of {self.task.name}"
     model = creation_lib.describe_model(self.config, self.task)
+    state, progress, batch, rng = self.arguments
     with creation_lib.errors_name_field(
       f"{model} cannot be trained on {where}"
     ):
-      traced: jax.stages.Traced = self.jitted_train_step.trace(*self.arguments)
+      traced: jax.stages.Traced
+      traced = self.jitted_train_step.trace(state, progress, batch, rng)
       # Evaluation is compiled much later: trace it now to find its errors.
       metrics = jax.eval_shape(self.task.metrics.empty)
-      state, _, batch, rng = self.arguments
       mask = jax.ShapeDtypeStruct((self.batch_size,), bool)
       batch = {**batch, "mask": mask}
       jax.eval_shape(self._eval_step, state, metrics, batch, rng, np.int32(0))
@@ -145,17 +213,9 @@ class Setup:
   def init_progress(self, step: int) -> steps.Progress:
     """Returns the progress before the steps that follow a step."""
     values = self._zero_progress._replace(step=np.int32(step))
-    abstract = self.arguments[PROGRESS]
-    # Per replica, the arrays have one more dimension.
-    placed = [
-      mesh_lib.put(np.broadcast_to(x, like.shape), like.sharding, compare=False)
-      for x, like in zip(
-        jax.tree.leaves(values), jax.tree.leaves(abstract), strict=True
-      )
-    ]
-    progress: steps.Progress
-    progress = jax.tree.unflatten(jax.tree.structure(abstract), placed)
-    return progress
+    if self.config.mesh.per_replica:
+      return self.strategy.distribute_values_from_function(lambda _: values)
+    return devices.replicate(self.strategy, values)
 
   @functools.cached_property
   def _zero_progress(self) -> Any:
@@ -204,7 +264,7 @@ class Setup:
     # Training batches are never padded: the data repeats.
     return iter(
       self.strategy.distribute_dataset(
-        batches, mask=None, spec=self.batch_specs
+        batches, mask=None, spec=self._batch_specs
       )
     )
 
@@ -242,7 +302,7 @@ class Setup:
         batch_size=self.batch_size,
         rows=self._rows(),
       ),
-      spec=self.batch_specs,
+      spec=self._batch_specs,
     )
 
   def _rows(self) -> Sequence[int]:
@@ -253,7 +313,7 @@ class Setup:
 def create_setup(
   config: Any, strategy: Strategy, task: Any = None, rank: Rank = _ALONE
 ) -> Setup:
-  """Builds everything that a run needs.
+  """Loads the data of a config, and builds everything that a run needs.
 
   Args:
     config: A checked config.
@@ -271,118 +331,7 @@ def create_setup(
     sources.check_batch_size(
       "config.batch_size", config.batch_size, loaded.splits
     )
-  setup = plan_setup(config, strategy, loaded, rank)
+  setup = Setup(config, strategy, loaded, rank)
   # Traced now, so that its errors come before anything is written.
   setup.lowered_train_step  # noqa: B018
   return setup
-
-
-def plan_setup(
-  config: Any,
-  strategy: Strategy,
-  loaded: load.LoadedTask,
-  rank: Rank = _ALONE,
-) -> Setup:
-  """Builds the state and the train step from the shapes of the data.
-
-  Nothing is read, traced or allocated but the creation of the state.
-
-  Args:
-    config: A checked config.
-    strategy: Its strategy; see `devices.create_strategy`.
-    loaded: The task, and the shapes of its data.
-    rank: The worker that this process is.
-
-  Raises:
-    ValueError, TypeError: The model, the optimizer, the rules and the wrappers
-      do not fit each other. The message names the field.
-  """
-  task, example = loaded.task, loaded.shapes.example
-  batch_size = config.batch_size // rank.num_workers
-  specs = devices.batch_specs(config.mesh.split, batch_size, strategy, example)
-  tx, schedule = optimizer.create(config)
-
-  state, create = creation_lib.plan_state(config, strategy, loaded, tx)
-
-  def create_state() -> TrainState:
-    leaves = jax.tree.leaves(create())
-    # The static fields of the traced state, or the step would compile again.
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
-
-  batch = {
-    key: jax.ShapeDtypeStruct(
-      (batch_size, *np.shape(x)),
-      # Without jax_enable_x64, JAX turns float64 and int64 into 32 bits.
-      jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
-      sharding=jax.sharding.NamedSharding(strategy.mesh, specs[key]),
-    )
-    for key, x in example.items()
-  }
-  arguments = (
-    state,
-    _place(
-      strategy,
-      jax.eval_shape(lambda: steps.init_progress(task)),
-      config.mesh.per_replica,
-    ),
-    batch,
-    _place(strategy, jax.eval_shape(lambda: jax.random.key(0)), False),
-  )
-  return Setup(
-    config=config,
-    strategy=strategy,
-    rank=rank,
-    task=task,
-    splits=loaded.splits,
-    shapes=loaded.shapes,
-    batch_size=batch_size,
-    batch_specs=specs,
-    schedule=schedule,
-    create_state=create_state,
-    jitted_train_step=_jit_train_step(config, strategy, task, arguments, rank),
-    arguments=arguments,
-  )
-
-
-def _place(strategy: Strategy, tree: Any, per_replica: bool) -> Any:
-  """Returns shapes that are whole on every device, or one for each replica."""
-  spec = P(mesh_lib.REPLICA) if per_replica else P()
-  sharding = jax.sharding.NamedSharding(strategy.mesh, spec)
-  rows = (strategy.num_replicas_in_sync,) if per_replica else ()
-
-  def place_leaf(x: jax.ShapeDtypeStruct) -> Any:
-    placed = jax.ShapeDtypeStruct((*rows, *x.shape), x.dtype, sharding=sharding)
-    return PerReplica(placed) if per_replica else placed
-
-  return jax.tree.map(place_leaf, tree)
-
-
-def _jit_train_step(
-  config: Any,
-  strategy: Strategy,
-  task: AdaptedTask,
-  arguments: tuple[Any, ...],
-  rank: Rank,
-) -> Any:
-  """Returns the jitted train step, which donates the state and the progress."""
-  first_replica = rank.worker_id * strategy.num_replicas_in_sync
-
-  # The name stands in profiles and programs.
-  def train_step(
-    state: TrainState, progress: steps.Progress, batch: Any, rng: Any
-  ) -> tuple[TrainState, steps.Progress]:
-    # Each worker has the random streams of its own replicas.
-    with replica_context.number_from(first_replica):
-      return steps.train_step(task, state, progress, batch, rng)
-
-  if config.mesh.per_replica:
-    return strategy.jit(train_step, donate_argnums=(STATE, PROGRESS))
-  return jax.jit(
-    train_step,
-    donate_argnums=(STATE, PROGRESS),
-    # Without them, XLA may choose other shardings for the new state, and the
-    # second step would compile again.
-    out_shardings=jax.tree.map(
-      lambda x: x.sharding, (arguments[STATE], arguments[PROGRESS])
-    ),
-  )

@@ -136,13 +136,11 @@ def combine_replicas(progress: Progress) -> Progress:
   """Combines the progress of all replicas.
 
   Args:
-    progress: Arrays, or `PerReplica` of them.
+    progress: `PerReplica` of arrays.
 
   Returns:
     The summed metrics, and the first bad step of any replica.
   """
-  if not values.is_per_replica(progress.bad_step):
-    return progress
   # Takes the arrays `[replicas, ...]` out of the `PerReplica`s.
   rows: Progress = jax.tree.map(
     lambda x: jnp.asarray(x.value), progress, is_leaf=values.is_per_replica

@@ -125,7 +125,7 @@ def test_configs_have_no_findings(name: str) -> None:
     config.model.num_layers = 2
   checked = config_lib.check(config)
   loaded = load.load(checked, shapes_only=True)
-  program = setup_lib.plan_setup(
+  program = setup_lib.Setup(
     checked,
     devices_lib.create_strategy(checked),
     loaded,

@@ -22,7 +22,7 @@ def test_a_plan_and_a_run_have_the_same_arguments():
   )
   setup = setup_lib.create_setup(config, devices.create_strategy(config))
   loaded = load.load(config, shapes_only=True)
-  program = setup_lib.plan_setup(config, setup.strategy, loaded)
+  program = setup_lib.Setup(config, setup.strategy, loaded)
   for planned, run in zip(
     jax.tree.leaves(program.abstract_state),
     jax.tree.leaves(setup.abstract_state),
@@ -83,7 +83,7 @@ def test_configs_that_do_not_fit_the_devices_raise(fields, topology, facts):
 def test_lm_1b_has_a_billion_parameters_split_by_its_rules():
   config = config_lib.check(lm_1b.get_config())
   loaded = load.load(config, shapes_only=True)
-  params = setup_lib.plan_setup(
+  params = setup_lib.Setup(
     config,
     devices.create_compile_only_strategy(config, "v5p:4x4x8"),
     loaded,

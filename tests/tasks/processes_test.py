@@ -19,9 +19,9 @@ _TESTS = str(pathlib.Path(__file__).parents[1])
 _TRAIN = """
 sys.path[:0] = [sys.argv[3], sys.argv[3] + "/tasks"]
 import processes_test
-from flaxshard.train import charts
+from flaxshard.train import report
 
-charts.plot = lambda *args: None
+report.draw = lambda *args: None
 processes_test.train_tasks(sys.argv[4])
 """
 

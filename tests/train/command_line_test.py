@@ -138,6 +138,10 @@ def test_a_broken_config_file_is_a_traceback_and_one_line(path, capsys):
   assert printed.endswith(f"\nflaxshard: --config={path}: {error}\n")
 
 
+def interrupt():
+  raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
   ("call", "verbose", "raised"),
   [
@@ -145,24 +149,17 @@ def test_a_broken_config_file_is_a_traceback_and_one_line(path, capsys):
     (lambda: fs.config.check({"batch": 3}), True, ValueError),
     # Raised by others than flaxshard: they keep their traceback.
     (lambda: int("a"), False, ValueError),
+    (interrupt, False, 130),
   ],
 )
 def test_errors_of_flaxshard_are_messages(call, verbose, raised, capsys):
-  is_message = isinstance(raised, str)
+  is_error = isinstance(raised, type)
   with (
-    pytest.raises(SystemExit if is_message else raised) as e,
+    pytest.raises(raised if is_error else SystemExit) as e,
     command_line.report_mistakes(verbose),
   ):
     call()
-  if is_message:
-    assert e.value.code == 1
+  if isinstance(raised, str):
     assert capsys.readouterr().err.startswith(f"flaxshard: {raised}")
-
-
-def test_ctrl_c_ends_with_its_exit_code():
-  with (
-    pytest.raises(SystemExit) as e,
-    command_line.report_mistakes(False),
-  ):
-    raise KeyboardInterrupt
-  assert e.value.code == 130
+  if not is_error:
+    assert e.value.code == (raised if isinstance(raised, int) else 1)

@@ -198,18 +198,10 @@ def test_a_stopped_run_goes_on_with_another_number_of_workers(tmp_path, caplog):
 @pytest.mark.slow
 def test_only_fields_that_matter_must_be_equal(tmp_path, caplog):
   run(tmp_path)
-  for fields, words in (
-    ({"learning_rate": 0.5}, "config.learning_rate is 0.5 here, and 0.01 in"),
-    ({"seed": 3}, "config.seed is 3 here, and 0 in"),
-    (
-      {"model": {"name": "cnn", "features": (), "dense": 4}},
-      "config.model.dense is 4 here, and 8 in",
-    ),
-  ):
-    with pytest.raises(ValueError) as error:
-      run(tmp_path, 1, num_workers=2, **fields)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
+  with pytest.raises(ValueError) as error:
+    run(tmp_path, 1, num_workers=2, learning_rate=0.5)
+  assert "config.learning_rate is 0.5 here, and 0.01 in" in str(error.value)
+  assert "\n" not in str(error.value)
   assert not (tmp_path / "workers/1/config.json").exists()
   run(tmp_path, 1, num_workers=2, log_every_steps=3, max_to_keep=1)
   assert "finds that the run has ended" in caplog.text

@@ -122,9 +122,6 @@ def test_the_exported_function_predicts_like_the_run(workdir, exported):
     "dtype": "bfloat16",
   }
   assert {"batch_stats/norm/mean", "params/norm/scale"} < set(shapes)
-  # The data of the keys of random streams.
-  keys = [name for name in shapes if name.startswith("rngs/")]
-  assert {"shape": [2], "dtype": "uint32"} in [shapes[k] for k in keys]
   for name, x in variables.items():
     assert shapes[name] == {"shape": list(x.shape), "dtype": str(x.dtype)}
 
@@ -180,7 +177,7 @@ def test_averages_and_factors_of_lora_are_merged(tmp_path):
 def test_other_platforms_and_folders_that_hold_an_export_raise(
   workdir, exported, tmp_path
 ):
-  with pytest.raises(ValueError, match=r"platforms.*'cuda'.*'gpu'"):
+  with pytest.raises(ValueError, match=r"platforms.*'gpu'"):
     fs.export(workdir, tmp_path, platforms=("cpu", "gpu"))
   assert not os.listdir(tmp_path)
   with pytest.raises(ValueError, match=r"model\.stablehlo"):

@@ -1,16 +1,12 @@
 """Hooks and early stopping in two processes."""
 
 import os
-import pathlib
-import subprocess
-import sys
 
+import forked_programs
 import pytest
 import tiny
 
 pytestmark = pytest.mark.slow
-
-_ROOT = pathlib.Path(__file__).parents[2]
 
 _MODULES = {
   "my_hooks.py": """
@@ -37,18 +33,23 @@ def fail_in_one(step, state, metrics):
     raise KeyError("a mistake of the user")
 """,
   "my_config.py": """
-import tiny
+import flaxshard as fs
 
 def get_config():
-  rule = {"metric": "eval_loss", "patience": 1, "min_delta": 100.0}
-  return tiny.config(
-    num_train_steps=20,
-    log_every_steps=4,
-    eval_every_steps=2,
-    mesh={"replica": -1, "virtual_devices": 2},
-    early_stopping=rule,
-    hooks=("my_hooks:Gather", "my_hooks:fail_in_one"),
-  )
+  config = fs.config.read("digits")
+  config.model = {"name": "cnn", "features": (), "dense": 8}
+  config.batch_size = 16
+  config.num_train_steps = 20
+  config.schedule = {"name": "constant"}
+  config.log_every_steps = 4
+  config.eval_every_steps = 2
+  config.mesh.virtual_devices = 2
+  config.early_stopping = {
+    "metric": "eval_loss", "patience": 1, "min_delta": 100.0
+  }
+  config.hooks = ("my_hooks:Gather", "my_hooks:fail_in_one")
+  config.writer = "none"
+  return config
 """,
 }
 
@@ -57,21 +58,10 @@ def test_all_processes_stop_at_one_step_and_end_when_a_hook_raises(tmp_path):
   """A hook may use collectives; another one raises in process 1 alone."""
   for name, text in _MODULES.items():
     (tmp_path / name).write_text(text)
-  path = os.pathsep.join([str(tmp_path), str(_ROOT / "tests"), str(_ROOT)])
   workdir = tmp_path / "run"
-  process = subprocess.run(
-    [
-      *(sys.executable, "-m", "flaxshard", "--local_processes=2"),
-      *(f"--config={tmp_path}/my_config.py", f"--workdir={workdir}"),
-    ],
-    cwd=tmp_path,
-    env={**os.environ, "PYTHONPATH": path},
-    capture_output=True,
-    text=True,
-    timeout=240,
-  )
-  output = process.stdout + process.stderr
-  assert process.returncode == 1, output
+  with forked_programs.Programs() as programs:
+    arguments = "--config=my_config.py", "--workdir=run", "--local_processes=2"
+    output = programs.start(tmp_path, *arguments).end(code=1)
   # The third evaluation ends the run in both processes.
   for index in (0, 1):
     lines = (workdir / f"steps_{index}.txt").read_text().splitlines()

@@ -1,53 +1,29 @@
 """A killed training run ends like an uninterrupted one, bit for bit."""
 
 import os
-import pathlib
-import signal
-import subprocess
-import sys
-import time
 
+import forked_programs
+from forked_programs import wait_until
+import jax
 import numpy as np
 import pytest
 import tiny
-import xla_flags
 
+import flaxshard as fs
 from flaxshard.checkpoint import digests
 
 # Each step is saved, so that the kill interrupts a save.
-_RUN = """
-import os
-import sys
-import numpy as np
-sys.path.insert(0, sys.argv[2])
-import jax
-import tiny
-from flaxshard import train
-
-config = tiny.config(
-  checkpoint_every_steps=1, eval_every_steps=10**6, log_every_steps=1,
-  max_to_keep=3,
+_ARGUMENTS = (
+  "--config=digits",
+  "--config.model={'name': 'cnn', 'features': (), 'dense': 8}",
+  "--config.batch_size=16",
+  "--config.num_train_steps=8",
+  "--config.log_every_steps=1",
+  "--config.checkpoint_every_steps=1",
+  "--config.max_to_keep=3",
+  "--config.schedule=constant",
+  "--config.writer=none",
 )
-state = train.train_and_evaluate(config, sys.argv[1])
-leaves = jax.tree.leaves(state)
-np.savez(os.path.join(sys.argv[1], "final.npz"), *map(np.asarray, leaves))
-"""
-
-
-def start(workdir) -> subprocess.Popen:
-  tests = str(pathlib.Path(__file__).parents[1])
-  return subprocess.Popen(
-    [sys.executable, "-c", _RUN, str(workdir), tests],
-    env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags.FAST},
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-def finish(process) -> None:
-  log = process.communicate()[1]
-  assert process.returncode == 0, log
 
 
 def saved_steps(workdir) -> list[int]:
@@ -58,23 +34,27 @@ def saved_steps(workdir) -> list[int]:
 
 @pytest.mark.slow
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
-  whole, killed = tmp_path / "whole", tmp_path / "killed"
-  finish(start(whole))
-  process = start(killed)
-  deadline = time.monotonic() + 120
-  while max(saved_steps(killed), default=0) < 3:
-    assert process.poll() is None, process.stderr.read()
-    assert time.monotonic() < deadline
-    time.sleep(0.002)
-  process.send_signal(signal.SIGKILL)
-  process.communicate()
-  # The newest three are kept; an older one may be half deleted.
-  for step in saved_steps(killed)[-3:]:
-    assert digests.verify(str(killed / "checkpoints" / str(step)))
-  finish(start(killed))
-  with np.load(whole / "final.npz") as a, np.load(killed / "final.npz") as b:
-    assert len(a.files) > 10 and a.files == b.files
-    for name in a.files:
-      np.testing.assert_array_equal(a[name], b[name])
-  assert tiny.untimed_rows(killed) == tiny.untimed_rows(whole)
-  assert [row["step"] for row in tiny.rows(whole)] == list(range(1, 9))
+  killed = tmp_path / "killed"
+  with forked_programs.Programs() as programs:
+
+    def start(name):
+      return programs.start(tmp_path, *_ARGUMENTS, f"--workdir={name}")
+
+    program = start("killed")
+    reached = lambda: max(saved_steps(killed), default=0) >= 3
+    wait_until(reached, "step 3", program)
+    program.kill()
+    # The newest three are kept; an older one may be half deleted.
+    for step in saved_steps(killed)[-3:]:
+      assert digests.verify(str(killed / "checkpoints" / str(step)))
+    for program in (start("whole"), start("killed")):
+      program.end()
+  found, wanted = (
+    jax.tree.leaves(fs.load(tmp_path / name).state)
+    for name in ("killed", "whole")
+  )
+  for a, b in zip(found, wanted, strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert tiny.untimed_rows(killed) == tiny.untimed_rows(tmp_path / "whole")
+  rows = tiny.rows(tmp_path / "whole")
+  assert [row["step"] for row in rows] == list(range(1, 9))

@@ -21,11 +21,11 @@ import tiny
 from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard import train
-from flaxshard.train import charts
 from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import report
 
 _THIS = "loop_test_factories"
-_PLOT = charts.plot
+_DRAW = report.draw
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +41,7 @@ def whole_run(tmp_path_factory):
   workdir = str(tmp_path_factory.mktemp("whole"))
   config = tiny.config(writer="tensorboard")
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(charts, "plot", _PLOT)
+    patch.setattr(report, "draw", _DRAW)
     return workdir, train.train_and_evaluate(config, workdir)
 
 
@@ -85,20 +85,21 @@ def at_step_3(signum):
 def test_interrupted_runs_end_like_an_uninterrupted_one(
   whole_run, tmp_path, monkeypatch, caplog
 ):
-  """First a signal after step 3, then a crash between two checkpoints."""
+  """A signal, a crash between two checkpoints, and Stop in a notebook."""
   whole_workdir, state = whole_run
   workdir = str(tmp_path)
   caplog.set_level(logging.INFO, "flaxshard")
   with at_step_3(signal.SIGTERM), pytest.raises(SystemExit) as stopped:
     train.train_and_evaluate(tiny.config(), workdir)
   assert stopped.value.code == 128 + signal.SIGTERM
-  assert "SIGTERM: saved step 3" in caplog.text
+  for fact in ("SIGTERM: saved step 3", workdir, "continues"):
+    assert fact in caplog.text
   assert [r["step"] for r in tiny.rows(workdir)] == [2, 3]
 
   write = metrics_lib.MetricsFile.write
 
-  def write_and_crash(self, step, row, flush):
-    write(self, step, row, flush)
+  def write_and_crash(self, step, row):
+    write(self, step, row)
     if step == 6:
       raise KeyboardInterrupt  # the row is written, the checkpoint is of step 4
 
@@ -109,33 +110,45 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
   assert "resuming from step 3" in caplog.text
   assert [r["step"] for r in tiny.rows(workdir)] == [2, 3, 4, 6]
 
-  resumed = train.train_and_evaluate(tiny.config(), workdir)
+  with monkeypatch.context() as patch, at_step_3(signal.SIGINT):
+    fake_ipython.Shell(patch, notebook=False)
+    part = train.train_and_evaluate(tiny.config(), workdir)
   assert "resuming from step 4" in caplog.text
+  assert "SIGINT: saved step 7" in caplog.text
+  assert int(part.step) == 7
+  assert set(os.listdir(tmp_path / "checkpoints")) == {"3", "4", "7"}
+
+  resumed = train.train_and_evaluate(tiny.config(), workdir)
   assert_same(resumed.params, state.params)
   assert_same(resumed.opt_state, state.opt_state)
   assert_same(resumed.wrapper_states, state.wrapper_states)
-  # The stop after step 3 splits the mean over steps 3 and 4 into two rows.
+  # A stop splits the mean over two steps into two rows.
   rows, whole_rows = map(tiny.untimed_rows, (workdir, whole_workdir))
-  assert [r["step"] for r in rows] == [2, 3, 4, 6, 8]
-  assert rows[-2:] == whole_rows[-2:]
+  assert [r["step"] for r in rows] == [2, 3, 4, 6, 7, 8]
+  assert rows[3] == whole_rows[2]
+  for name in ("eval_loss", "learning_rate", "loss_scale"):
+    assert rows[-1][name] == whole_rows[-1][name]
 
 
-def test_stop_in_a_notebook_returns_the_saved_state(
-  tmp_path, monkeypatch, caplog
-):
-  fake_ipython.Shell(monkeypatch, notebook=False)
-  with at_step_3(signal.SIGINT):
-    state = train.train_and_evaluate(tiny.config(), str(tmp_path))
-  assert int(state.step) == 3
-  assert os.listdir(tmp_path / "checkpoints") == ["3"]
-  for fact in ("SIGINT: saved step 3", str(tmp_path), "continues"):
-    assert fact in caplog.text
-
-
-def count_kernels() -> int:
+def count_live_arrays(shape) -> int:
   # Tracebacks of earlier tests hold states in reference cycles.
   gc.collect()
-  return sum(x.shape == (64, 8) for x in jax.live_arrays())
+  return sum(x.shape == shape for x in jax.live_arrays())
+
+
+def count_at_restore(monkeypatch, shape) -> list[int]:
+  """Returns a list that gets the number of arrays alive when a run restores."""
+  counts = []
+  restore = checkpoint.Checkpointer.restore
+
+  def count_and_restore(self, state, **kwargs):
+    leaves = jax.tree.leaves(state)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    counts.append(count_live_arrays(shape))
+    return restore(self, state, **kwargs)
+
+  monkeypatch.setattr(checkpoint.Checkpointer, "restore", count_and_restore)
+  return counts
 
 
 def test_a_finished_run_is_restored_and_not_trained_again(
@@ -147,18 +160,12 @@ def test_a_finished_run_is_restored_and_not_trained_again(
   shutil.copytree(workdir, copy)
   with open(copy / "metrics.jsonl", "ab") as f:
     f.write(b'5\n{}\n{"step": null}\n\xff\n{"step": 8')
-  counts = [count_kernels()]
-  restore = checkpoint.Checkpointer.restore
-
-  def count_and_restore(self, state, **kwargs):
-    counts.append(count_kernels())
-    return restore(self, state, **kwargs)
-
-  monkeypatch.setattr(checkpoint.Checkpointer, "restore", count_and_restore)
+  before = count_live_arrays((64, 8))
+  counts = count_at_restore(monkeypatch, (64, 8))
   with caplog.at_level(logging.INFO, "flaxshard"):
     again = train.train_and_evaluate(tiny.config(), str(copy))
   # Memory holds the restored state, not an initialized one as well.
-  assert counts[0] == counts[1]
+  assert counts == [before]
   assert_same(again.params, state.params)
   assert tiny.rows(copy) == tiny.rows(workdir)
   assert "nothing to train" in caplog.text
@@ -231,52 +238,21 @@ def test_checkpoints_of_another_run_raise_and_are_kept(
   assert read_files(workdir) == before
 
 
-def test_invalid_configs_raise_before_anything_is_written(tmp_path):
-  for fields in (
-    dict(precision="float16"),
-    dict(mesh={"replica": 9}),
-    dict(model={"name": "cnn", "dropout": 1.5}),
-  ):
-    with pytest.raises(ValueError, match="config"):
-      train.train_and_evaluate(tiny.config(**fields), str(tmp_path))
+def test_mistakes_raise_before_anything_is_written(tmp_path, monkeypatch):
+  def fails(error, match, workdir=tmp_path, **fields):
+    with pytest.raises(error, match=match):
+      train.train_and_evaluate(tiny.config(**fields), str(workdir))
+
+  fails(ValueError, "config.precision", precision="float16")
+  fails(ValueError, "config.mesh", mesh={"replica": 9})
+  fails(ValueError, "config.model", model={"name": "cnn", "dropout": 1.5})
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  fails(ImportError, r"matplotlib.*flaxshard\[train\]")
   assert os.listdir(tmp_path) == []
-
-
-def test_an_unwritable_workdir_raises(tmp_path):
   file = tmp_path / "file"
   file.write_text("")
   for path in (file, file / "below"):
-    with pytest.raises(ValueError, match="cannot be written") as e:
-      train.train_and_evaluate(tiny.config(), str(path))
-    assert f"workdir='{path}" in str(e.value)
-
-
-def test_a_missing_package_raises_at_the_start(tmp_path, monkeypatch):
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(ImportError, match=r"matplotlib.*flaxshard\[train\]"):
-    train.train_and_evaluate(tiny.config(), str(tmp_path))
-  assert os.listdir(tmp_path) == []
-
-
-def count_live_arrays(shape) -> int:
-  # Tracebacks of earlier tests hold states in reference cycles.
-  gc.collect()
-  return sum(x.shape == shape for x in jax.live_arrays())
-
-
-def count_at_restore(monkeypatch, shape) -> list[int]:
-  """Returns a list that gets the number of arrays alive when a run restores."""
-  counts = []
-  restore = checkpoint.Checkpointer.restore
-
-  def count_and_restore(self, state, **kwargs):
-    leaves = jax.tree.leaves(state)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    counts.append(count_live_arrays(shape))
-    return restore(self, state, **kwargs)
-
-  monkeypatch.setattr(checkpoint.Checkpointer, "restore", count_and_restore)
-  return counts
+    fails(ValueError, f"workdir='{path}.* cannot be written", path)
 
 
 class TinyNNX(nnx.Module):

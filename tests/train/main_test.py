@@ -11,7 +11,6 @@ import time
 import forked_programs
 import pytest
 import tiny
-import xla_flags
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -91,35 +90,24 @@ assert jax.device_count() == 3
 def test_virtual_devices_and_signals(tmp_path):
   """Starts a process without the eight devices of the test environment."""
   workdir = tmp_path / "run"
-  process = subprocess.Popen(
-    [
-      *(sys.executable, "-m", "flaxshard", "--config=configs/digits.py"),
-      f"--workdir={workdir}",
+  with forked_programs.Programs() as programs:
+    program = programs.start(
+      tmp_path,
+      *("--config=digits", "--workdir=run", "--config.writer=none"),
       *("--config.mesh.virtual_devices=8", "--config.mesh.logical_devices=2"),
       "--config.mesh.split={'inputs': (1, 2, 1, 1)}",
       *("--config.model.features=(4,)", "--config.model.dense=8"),
       *("--config.precision=float32", "--config.wrappers=()"),
-      *("--config.writer=none", "--config.log_every_steps=2"),
-      "--config.num_train_steps=100000",
-    ],
-    cwd=_ROOT,
-    env={**os.environ, "XLA_FLAGS": xla_flags.FAST},
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-  try:
-    deadline = time.monotonic() + 120
-    while not (workdir / "metrics.jsonl").exists() or not tiny.rows(workdir):
-      assert process.poll() is None and time.monotonic() < deadline
-      time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+      *("--config.num_train_steps=100000", "--config.log_every_steps=2"),
+    )
+    has_row = lambda: workdir.exists() and bool(tiny.rows(workdir))
+    forked_programs.wait_until(has_row, "row", program)
+    program.send(signal.SIGTERM)
     for _ in range(20):  # an impatient user
       time.sleep(0.1)
-      process.send_signal(signal.SIGINT)
-    _, log = process.communicate(timeout=60)
-  finally:
-    process.kill()
-  assert process.returncode == 128 + signal.SIGTERM
+      if not program.has_ended:
+        program.send(signal.SIGINT)
+    log = program.end(code=128 + signal.SIGTERM)
   assert "8 of 8 cpu devices, Strategy(replica=4, m0=2)" in log
   step = int(re.search(r"SIGTERM: saved step (\d+)", log)[1])
   assert str(step) in os.listdir(workdir / "checkpoints")

@@ -12,7 +12,7 @@ import two_processes
 
 import flaxshard as fs
 from flaxshard import train
-from flaxshard.train import charts
+from flaxshard.train import report
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ _PREAMBLE = """
 sys.path[:0] = [sys.argv[3], sys.argv[3] + "/train", sys.argv[4]]
 import processes_test
 from flaxshard import train
-from flaxshard.train import charts
+from flaxshard.train import report
 """
 
 # Prints a dict with the number of each operation that needs other processes:
@@ -187,7 +187,7 @@ def small_config(name):
 
 
 _TRAIN = """
-charts.plot = lambda *args: None
+report.draw = lambda *args: None
 for name in sys.argv[6:]:
   config = processes_test.small_config(name)
   train.train_and_evaluate(config, f"{sys.argv[5]}/{name}")
@@ -197,7 +197,7 @@ for name in sys.argv[6:]:
 def test_two_processes_train_the_same_parameters_as_one(
   two_process_runs, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(charts, "plot", lambda *args: None)
+  monkeypatch.setattr(report, "draw", lambda *args: None)
   for name in _SMALL_CONFIGS:
     wanted_dir = str(tmp_path / "one" / name)
     wanted = train.train_and_evaluate(small_config(name), wanted_dir)

@@ -5,29 +5,23 @@ import struct
 import sys
 
 import numpy as np
-import pytest
 import tiny
 
-from flaxshard.train import charts
 from flaxshard.train import config as config_lib
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import report
 
 
-@pytest.fixture
-def path(tmp_path):
-  return tmp_path / "metrics.jsonl"
-
-
 def write_rows(path, last_step, rows):
-  file = metrics_lib.MetricsFile(str(path), last_step)
+  file = metrics_lib.MetricsFile(str(path.parent), last_step)
   for step, row in rows.items():
     file.write(step, row)
   file.close()
   return path.read_text().splitlines()
 
 
-def test_rows_are_json_and_a_resumed_run_replaces_later_ones(path, caplog):
+def test_rows_are_json_and_a_resumed_run_replaces_later_ones(tmp_path, caplog):
+  path = tmp_path / "metrics.jsonl"
   nonfinite = {"a": np.nan, "b": -np.inf, "c": None, "d": 0.0, "e": 0}
   lines = write_rows(path, 0, {2: nonfinite, 4: {"x": 0.5}, 6: {"x": 0.25}})
   assert lines[0] == (
@@ -61,7 +55,7 @@ def read_events(folder):
 
 
 def test_tensorboard_has_the_metrics_side_by_side(tmp_path, monkeypatch):
-  monkeypatch.setattr(charts, "plot", lambda *args: None)
+  monkeypatch.setattr(report, "draw", lambda *args: None)
   config = config_lib.check(tiny.config(writer="tensorboard"))
   with report.open_report(config, str(tmp_path), 4) as write_row:
     write_row(6, {"train_loss": 0.5, "loss_scale": 2.0**15, "absent": None})
@@ -109,8 +103,9 @@ def test_each_metric_is_drawn(tmp_path, monkeypatch):
     save(self, *args, **kwargs)
 
   monkeypatch.setattr(figure.Figure, "savefig", keep_and_save)
-  path = tmp_path / "training.png"
-  charts.plot(ROWS, str(path))
+  rows = {row["step"]: row for row in ROWS}
+  write_rows(tmp_path / "metrics.jsonl", 0, rows)
+  report.draw(tiny.config(), str(tmp_path))
   drawn = {
     ax.get_ylabel(): {
       line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
@@ -133,6 +128,9 @@ def test_each_metric_is_drawn(tmp_path, monkeypatch):
     "commit workers": {"commit_workers": ([6], [4])},
   }
   # Something is drawn: not one color.
-  assert np.ptp(image.imread(path)[..., :3]) > 0.5
-  charts.plot([], str(path))
-  assert image.imread(path).shape[:2] == (300, 1000)
+  drawn = image.imread(tmp_path / "training.png")
+  assert np.ptp(drawn[..., :3]) > 0.5
+  (tmp_path / "metrics.jsonl").unlink()
+  report.draw(tiny.config(), str(tmp_path))
+  drawn = image.imread(tmp_path / "training.png")
+  assert drawn.shape[:2] == (300, 1000)

@@ -19,8 +19,8 @@ import two_processes
 from flaxshard import data
 from flaxshard import train
 from flaxshard.data import iterators
-from flaxshard.train import charts
 from flaxshard.train import preemption
+from flaxshard.train import report
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ def run_stage(path: str, runs: list[str]) -> None:
       step 9, or "end".
   """
   sys.modules["resume_data"] = sys.modules[__name__]
-  charts.plot = lambda *args: None
+  report.draw = lambda *args: None
   next_batch = iterators.DistributedIterator.__next__
   agree_on_signal = preemption.agree_on_signal
   rows: list[tuple[int, int, list[int]]] = []

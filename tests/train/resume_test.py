@@ -7,7 +7,7 @@ import tiny
 
 from flaxshard import data
 from flaxshard.train import config as config_lib
-from flaxshard.train import same_run
+from flaxshard.train import resume
 
 _THIS = "resume_test_factories"
 
@@ -42,7 +42,7 @@ def workdir(tmp_path):
 
 def check(workdir, latest_step, num_examples=128, **fields):
   config = config_lib.check(make_config(**fields))
-  same_run.check_earlier_run(config, workdir, num_examples, latest_step)
+  resume.check_earlier_run(config, workdir, num_examples, latest_step)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import tiny
 
 import flaxshard as fs
 from flaxshard import train
-from flaxshard.train import charts
+from flaxshard.train import report
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_two_workers_end_like_two_replicas(start, tmp_path, monkeypatch):
   local = [x.local_params["head"]["kernel"] for x in agn]
   assert not np.array_equal(*local)
 
-  monkeypatch.setattr(charts, "plot", lambda *args: None)
+  monkeypatch.setattr(report, "draw", lambda *args: None)
   config = fs.config.read(str(tmp_path / "my_config.py"))
   config.wrappers = (("agn", {"communication_period": 4, "commit": "mean"}),)
   config.mesh.replica = 2
