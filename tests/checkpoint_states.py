@@ -73,6 +73,16 @@ def our_state(stack, tx=TX):
   )
 
 
+def weights(value=1.0, tx=TX, wrappers=(SCALED,), size=3):
+  """Returns a state of a single parameter, all of one value."""
+  return fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.full(size, float(value))},
+    tx=tx,
+    wrappers=wrappers,
+  )
+
+
 def change_leaves(tree):
   """Returns a tree in which every leaf has another value."""
 
@@ -117,6 +127,23 @@ def assert_same(given, wanted):
     np.testing.assert_array_equal(x, y)
 
 
+def abstract(state):
+  """Returns the shapes, dtypes and shardings of a state."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+  )
+
+
+def assert_lies_like(given, wanted):
+  for (path, x), y in zip(
+    jax.tree_util.tree_leaves_with_path(given),
+    jax.tree.leaves(wanted),
+    strict=True,
+  ):
+    assert x.sharding == y.sharding, jax.tree_util.keystr(path)
+    assert x.dtype == y.dtype and not jax.typeof(x).weak_type
+
+
 # The writers: each writes a directory of steps.
 
 
@@ -154,9 +181,9 @@ PLAIN_WRITERS = {
 }
 
 
-def write_ours(path, state, **kwargs):
+def write_ours(path, state, step=STEP, **kwargs):
   with fs.Checkpointer(path, **kwargs) as checkpointer:
-    checkpointer.save(STEP, state)
+    checkpointer.save(step, state)
 
 
 def write_own_manager(path, state):

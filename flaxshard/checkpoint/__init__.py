@@ -13,12 +13,12 @@ with its usual strict call, and flaxshard reads the checkpoints of plain Flax.
 """
 
 from flaxshard.checkpoint.checkpointer import Checkpointer
+from flaxshard.checkpoint.checkpointer import SaveError
 from flaxshard.checkpoint.items import item_handlers
 from flaxshard.checkpoint.items import save_args
 from flaxshard.checkpoint.pretrained import init_from
 from flaxshard.checkpoint.pretrained import InitReport
 from flaxshard.checkpoint.restoring import restore
-from flaxshard.checkpoint.saving import SaveError
 
 __all__ = [
   "Checkpointer",

@@ -3,8 +3,10 @@
   python -m flaxshard.checkpoint /tmp/digits/checkpoints
   python -m flaxshard.checkpoint /tmp/digits --step 1200 --verify
 
-Lists the steps and shows one: its versions, wrappers, position in the data and
-arrays. Changes nothing, reads no arrays, and uses only the CPU. A step is
+Lists the steps of a directory of checkpoints or a workdir, and shows one step:
+its versions, wrappers, position in the data and arrays. By default it is the
+newest that is not damaged; a path of one step shows that. Changes nothing,
+reads no arrays, and uses only the CPU. A step is
 damaged if a file is missing or has another size, or if it was copied or renamed
 from another step. `--verify` also reads and compares all files, except in a
 bucket. Another program may save in the directory at the same time. The exit
@@ -104,20 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
+  parser.add_argument("directory", metavar="DIR", help="its steps are listed")
+  parser.add_argument("--step", type=int, help="shown, in place of the newest")
   parser.add_argument(
-    "directory",
-    metavar="DIR",
-    help="directory of checkpoints, a workdir, or one checkpoint",
-  )
-  parser.add_argument(
-    "--step",
-    type=int,
-    help="the step to show (default: the newest that is not damaged)",
-  )
-  parser.add_argument(
-    "--verify",
-    action="store_true",
-    help="read all files and compare their crc32",
+    "--verify", action="store_true", help="compares all files"
   )
   args = parser.parse_args(argv)
   # A training run may be using the accelerator.
@@ -147,10 +139,6 @@ def _show(directory: str, step: int | None, verify: bool) -> int:
   print(where)
   for number, (condition, _) in found.items():
     print(f"  {number:>8}  {condition}")
-  for path in sorted({*where.iterdir()} - {*paths.values()}):
-    if path.is_dir():
-      # Such as `20.damaged`, or a save that has not finished.
-      print(f"  not counted: {path.name}")
   whole = {number: text for number, (_, text) in found.items() if text}
   shown = max(whole, default=None) if step is None else step
   if shown in whole:

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Mapping, Sequence
 import json
 import logging
 import operator
 import os
-import types
-from typing import Any
+import shutil
+import time
+from typing import Any, NoReturn
+import weakref
 
+from etils import epath
+import jax
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import choose
+from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import items as items_lib
-from flaxshard.checkpoint import positions
 from flaxshard.checkpoint import restoring
-from flaxshard.checkpoint import saving
 from flaxshard.checkpoint import steps
-from flaxshard.checkpoint.positions import Positioned
+from flaxshard.checkpoint.items import Positioned
 from flaxshard.checkpoint.restoring import S
-from flaxshard.checkpoint.saving import SaveError
+from flaxshard.checkpoint.save_barrier import SaveBarrier
 from flaxshard.core import checks
 from flaxshard.core import files as files_lib
 from flaxshard.core import multihost
 from flaxshard.partitioning import compile_only
 
 _log = logging.getLogger(__name__)
+
+# How often, and in how many seconds, the files of a failed save are removed.
+_REMOVALS, _REMOVAL_SECONDS = 50, 1.0
+
+
+class SaveError(RuntimeError):
+  """A checkpoint could not be written; the message names step and directory."""
 
 
 class Checkpointer:
@@ -96,10 +107,7 @@ class Checkpointer:
     self._keep = choose.Keep(
       max_to_keep, keep_every, best_metric, best_mode, keep_best
     )
-    try:
-      json.dumps(config)
-    except (TypeError, ValueError) as e:
-      raise TypeError(f"config must have values JSON can hold: {e}.") from e
+    json.dumps(config)  # raises a TypeError if it cannot be stored
     self._config = config
     files_lib.check_writable("directory", path, create=False)
     if steps.number_of(path) is not None:
@@ -109,33 +117,28 @@ class Checkpointer:
       )
     self.directory = os.fspath(steps.directory_of_steps(path))
     checks.one_of("digests", digests, (True, False))
-    self._saver = saving.Saver(
-      self.directory,
-      self._keep,
-      self._item_handlers,
-      digests and not files_lib.is_bucket(self.directory),
-    )
+    self._digests = digests and not files_lib.is_bucket(self.directory)
+    # Created by the first save: it would create the directory.
+    self._manager: ocp.CheckpointManager | None = None
+    self._unlock: weakref.finalize[[], Any] | None = None
+    self._barrier = SaveBarrier()
+    # The step that may still be saved, and the files that it gets last.
+    self._saving: int | None = None
+    self._files: Mapping[str, bytes] = {}
+    # Steps that could not be restored. The next save renames them, as Orbax
+    # saves no step before the latest that it finds.
+    self._damaged: set[int] = set()
+    # Steps of other programs, which are never renamed nor deleted.
+    self._others: dict[int, Any] = {}
     self._restored_step: int | None = None
     self._closed = False
-
-  def _item_handlers(self) -> dict[str, ocp.CheckpointHandler]:
-    # A fresh process can only restore items whose handlers are named here.
-    return {
-      **items_lib.item_handlers(plain_item=self._plain_item),
-      steps.POSITION: ocp.JsonCheckpointHandler(),
-      steps.FLAXSHARD: ocp.JsonCheckpointHandler(),
-    }
+    _checkpointers.add(self)
 
   def __enter__(self) -> Checkpointer:
     """Returns itself."""
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: types.TracebackType | None,
-  ) -> None:
+  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
     """Closes the checkpointer; an error raised in the context comes first."""
     try:
       self.close()
@@ -151,7 +154,13 @@ class Checkpointer:
       SaveError: The last save failed.
     """
     self._closed = True
-    self._saver.close()
+    try:
+      self.wait()
+    finally:
+      self._close_manager()
+      if self._unlock is not None:
+        self._unlock()
+        self._unlock = None
 
   def latest_step(self) -> int | None:
     """Returns the last of `all_steps`, or None if there are none."""
@@ -164,8 +173,20 @@ class Checkpointer:
     deleted. Known damaged steps are not: empty directories, and steps that
     `restore` could not read.
     """
-    found = self._saver.paths()  # first: it notes damaged steps
-    return sorted(found.keys() - self._saver.damaged)
+    found = self._paths()  # first: it notes damaged steps
+    return sorted(found.keys() - self._damaged)
+
+  def _paths(self) -> dict[int, Any]:
+    """Returns the path of each step, also of damaged ones; notes those."""
+    if self._manager is None:
+      found, damaged = choose.look(self.directory)
+      self._damaged.intersection_update(found)
+      self._damaged.update(damaged)
+      return found
+    # No other program saves here now.
+    where = epath.Path(self.directory)
+    own = {step: where / str(step) for step in self._manager.all_steps()}
+    return self._others | own
 
   @property
   def restored_step(self) -> int | None:
@@ -178,8 +199,7 @@ class Checkpointer:
     Returns None if no step has a finite value, or without `best_metric`.
     """
     self.wait()
-    damaged = self._saver.damaged
-    return choose.best_step(self.directory, self._keep, damaged)
+    return choose.best_step(self.directory, self._keep, self._damaged)
 
   def wait(self) -> None:
     """Waits until the last save is on disk.
@@ -187,7 +207,18 @@ class Checkpointer:
     Raises:
       SaveError: The save failed.
     """
-    self._saver.wait()
+    step = self._saving
+    if self._manager is None or step is None:
+      return
+    try:
+      self._manager.wait_until_finished()
+    except Exception as e:
+      # Orbax deletes older steps once the new one has its final name.
+      if not steps.is_complete(f"{self.directory}/{step}"):
+        self._fail(step, e)
+      _log.warning("%s: an old step was not deleted: %s", self.directory, e)
+      self._manager.reload()  # it forgot the new step and the old ones
+    self._saving = None
 
   def check(self, *, local: bool = False) -> None:
     """Raises if a save has failed in the background; does not wait for a save.
@@ -203,7 +234,15 @@ class Checkpointer:
     Raises:
       SaveError: The last save failed.
     """
-    self._saver.check(local=local)
+    ended = (
+      self._saving is not None
+      and self._manager is not None
+      and not self._manager.is_saving_in_progress()
+    )
+    # A save ends in all processes at about the same time. Waiting for the end
+    # of it joins a thread, and needs no other process.
+    if ended if local else "True" in multihost.exchange(str(ended)):
+      self.wait()
 
   def save(
     self,
@@ -247,8 +286,8 @@ class Checkpointer:
     # An array too, such as `state.step`.
     step = checks.integer("step", operator.index(step), minimum=0)
     path = os.path.join(self.directory, str(step))
-    if steps.is_complete(path):
-      self._saver.reload()  # another checkpointer may have saved it
+    if self._manager is not None and steps.is_complete(path):
+      self._manager.reload()  # another checkpointer may have saved it
     there = self.all_steps()
     if there and step < there[-1] and step not in there:
       raise ValueError(
@@ -260,7 +299,7 @@ class Checkpointer:
     if step in there:
       with multihost.raise_on_all_processes(ValueError, SaveError):
         self.wait()
-        items_lib.check_same(path, state, composite)
+        restoring.check_same(path, state)
       _log.info("step %d has been saved in %s already", step, self.directory)
       return False
     items: dict[str, Any] = dict(composite.items())
@@ -270,13 +309,127 @@ class Checkpointer:
       items[steps.METRICS] = ocp.args.JsonSave(metrics)
     files: dict[str, bytes] = {}
     if data is not None:
-      files = positions.files(data)
+      files = items_lib.position_files(data)
       # With an item, programs without Grain know what the files are.
       items[steps.POSITION] = ocp.args.JsonSave({"processes": len(files)})
     metadata = items_lib.metadata(state, step, tuple(items), self._config)
     items[steps.FLAXSHARD] = ocp.args.JsonSave(metadata)
-    self._saver.save(step, items, metrics, files)
+    try:
+      manager = self._open_manager(step)
+      self._barrier.start_save()
+      self._saving, self._files = step, files
+      try:
+        manager.save(step, metrics=metrics, args=ocp.args.Composite(**items))
+      except Exception as e:
+        self._fail(step, e)
+    except SaveError:
+      # In all processes: they create the next one together.
+      self._close_manager()
+      raise
     return True
+
+  def _open_manager(self, step: int) -> ocp.CheckpointManager:
+    """Locks the directory, renames damaged steps, and returns the manager."""
+    with multihost.raise_on_all_processes(ValueError, SaveError):
+      self.wait()
+      if self._unlock is None and jax.process_index() == 0:
+        self._lock(step)
+    if self._manager is not None and not self._damaged:
+      return self._manager
+    # All processes are here: none reads a step that process 0 renames.
+    with multihost.raise_on_all_processes(SaveError):
+      if jax.process_index() == 0:
+        self._rename_damaged(step)
+    if self._manager is None:
+      self._manager = self._create_manager()
+    else:
+      self._manager.reload()
+    found = steps.find(self.directory, steps.OURS)
+    self._others = {n: path for n, path in found.items() if path.name != str(n)}
+    self._damaged.intersection_update(self._others)
+    return self._manager
+
+  def _lock(self, step: int) -> None:
+    """Creates the directory and locks it, until the checkpointer is closed."""
+    try:
+      epath.Path(self.directory).mkdir(parents=True, exist_ok=True)
+      unlock = files_lib.lock("directory", self.directory, reentrant=True)
+    except OSError as e:
+      self._fail(step, e)
+    self._unlock = weakref.finalize(self, unlock)
+
+  def _rename_damaged(self, new_step: int) -> None:
+    found, damaged = choose.look(self.directory)
+    for step in sorted(damaged | self._damaged & found.keys()):
+      path = found[step]
+      if path.name != str(step):
+        continue  # of another program
+      new_path = path.with_name(f"{path.name}.damaged")
+      try:
+        path.rename(new_path)
+      except OSError as e:
+        self._fail(new_step, e)
+      _log.warning("%s is damaged: renamed to %s", path, new_path)
+
+  def _create_manager(self) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+      self.directory,
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=self._keep,
+        async_options=ocp.options.AsyncOptions(
+          barrier_sync_fn=self._barrier,
+          # It keeps this object, and with it the lock, until the save ends.
+          post_finalization_callback=self._write_files,
+          # If they cannot be created in the background, Orbax's other threads
+          # wait for them until a timeout, and so does the end of the program.
+          create_directories_asynchronously=False,
+        ),
+      ),
+      # A fresh process can only restore items whose handlers are named here.
+      # They are new ones: a failed save leaves records in them.
+      item_handlers={
+        **items_lib.item_handlers(plain_item=self._plain_item),
+        steps.POSITION: ocp.JsonCheckpointHandler(),
+        steps.FLAXSHARD: ocp.JsonCheckpointHandler(),
+      },
+    )
+
+  def _write_files(self) -> None:
+    """Writes the last files of a step, in process 0, before it has its name."""
+    assert self._saving is not None
+    step_dir = steps.unfinished(self.directory, self._saving)
+    for name, content in self._files.items():
+      (step_dir / name).write_bytes(content)
+    digests_lib.write(step_dir, contents=self._digests)
+
+  def _fail(self, step: int, error: Exception) -> NoReturn:
+    """Removes what was written of a step, and raises a SaveError."""
+    self._close_manager()
+    # In a bucket it is no step without its last file.
+    if jax.process_index() == 0 and not files_lib.is_bucket(self.directory):
+      path = steps.unfinished(self.directory, step)
+      # TensorStore finishes the writes that have begun when one fails, and
+      # creates the directory again for them.
+      for _ in range(_REMOVALS):
+        shutil.rmtree(path, ignore_errors=True)
+        time.sleep(_REMOVAL_SECONDS / _REMOVALS)
+    # TensorStore appends its whole configuration to the first line.
+    reason, _, _ = multihost.summarize_error(error).partition(" [tensorstore_")
+    raise SaveError(
+      f"step {step} could not be saved in {self.directory}: {reason}\nThe "
+      "state in memory and the earlier checkpoints are unchanged."
+    ) from error
+
+  def _close_manager(self) -> None:
+    manager, self._manager, self._saving = self._manager, None, None
+    if manager is None:
+      return
+    # A failed save can have several errors, of which Orbax raises one a call.
+    for _ in range(10):
+      try:
+        return manager.close()
+      except Exception as e:
+        _log.info("%s: another error of a save: %s", self.directory, e)
 
   def restore(
     self, state: S, step: int | None = None, data: Positioned | None = None
@@ -317,11 +470,35 @@ class Checkpointer:
     compile_only.check_can_hold("restore: state", state)
     self.wait()
 
-    self._restored_step, restored = choose.read_newest(
+    self._restored_step, restored = choose.read(
       self.directory,
       step,
       lambda path: restoring.restore_step(path, state, data=data),
-      self._saver.paths,
-      self._saver.damaged,
+      self._paths,
+      self._damaged,
     )
     return restored
+
+
+# A checkpointer lives at least as long as its save: Orbax's thread has it.
+_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _finish_saves() -> None:
+  """Says at the end of the program if the last save did not reach the disk.
+
+  Python has then closed the thread pools with which Orbax would finish it.
+  """
+  for checkpointer in list(_checkpointers):
+    try:
+      checkpointer.wait()
+    except SaveError as e:
+      _log.error(
+        "the last checkpoint is lost, as the program ended before it was "
+        "written: leave the `with` block of the Checkpointer, or call its "
+        "`wait`. %s",
+        e,
+      )
+
+
+atexit.register(_finish_saves)

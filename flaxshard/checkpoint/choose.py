@@ -56,8 +56,6 @@ class Keep(checkpoint_managers.PreservationPolicy):
       (1, "max")
     ):
       raise ValueError("keep_best and best_mode need best_metric.")
-    if self.max_to_keep is None and self.keep_every is not None:
-      raise ValueError("keep_every needs max_to_keep: without it all are kept.")
 
   def should_preserve(
     self, checkpoints: Sequence[Any], *, context: Any
@@ -134,14 +132,12 @@ def _is_finite(value: Any) -> bool:
 def look(directory: Any) -> tuple[dict[int, Any], set[int]]:
   """Returns the path of each step, and which steps are visibly damaged.
 
-  They are the steps of `Checkpointer` and of `flax.training.checkpoints`, in
-  this order. Only the former are looked at.
+  They are the steps of `Checkpointer` and of `flax.training.checkpoints`.
 
   Args:
     directory: Path of the directory of the steps.
   """
-  found = steps.find(directory, steps.OURS)
-  damaged = set()
+  found, damaged = steps.find(directory, steps.OURS), set()
   for number, path in list(found.items()):
     try:
       digests.check(path)
@@ -150,7 +146,7 @@ def look(directory: Any) -> tuple[dict[int, Any], set[int]]:
         damaged.add(number)
       else:  # it was just deleted
         del found[number]
-  return steps.find(directory, steps.FLAX) | found, damaged
+  return found, damaged
 
 
 def best_step(
@@ -169,64 +165,51 @@ def best_step(
     The step; None if no step has a finite value of the metric.
   """
   found, unreadable = look(steps.directory_of_steps(directory))
-  ranks: dict[float, int] = {}
+  best = -math.inf, -1
   for step in found.keys() - unreadable - {*damaged}:
     # Without metrics, or just deleted.
     with contextlib.suppress(digests.Damaged):
       metrics = digests.read_json(found[step] / steps.METRICS / steps.METRICS)
-      rank = keep.rank(metrics)
-      ranks[rank] = max(step, ranks.get(rank, step))
-  ranks.pop(-math.inf, None)
-  return ranks[max(ranks)] if ranks else None
+      best = max(best, (keep.rank(metrics), step))
+  rank, step = best
+  return None if rank == -math.inf else step
 
 
-def read(path: Any, step: int | None, read_step: Callable[[Any], _T]) -> _T:
-  """Reads a step at a path: the path itself, or the newest in its directory.
-
-  Args:
-    path: A step, a directory of steps, or a workdir.
-    step: The only step to read; None means the newest.
-    read_step: As in `read_newest`.
-
-  Returns:
-    What `read_step` returned.
-
-  Raises:
-    ValueError: As in `read_newest`.
-  """
-  if steps.is_step(path) and step in (None, steps.number_of(path)):
-    return read_step(steps.as_path(path))
-  directory = steps.directory_of_steps(path)
-  list_steps = lambda: steps.find(directory)
-  return read_newest(directory, step, read_step, list_steps)[1]
-
-
-def read_newest(
-  directory: Any,
+def read(
+  path: Any,
   step: int | None,
   read_step: Callable[[Any], _T],
-  list_steps: Callable[[], Mapping[int, Any]],
+  list_steps: Callable[[], Mapping[int, Any]] | None = None,
   damaged: set[int] | None = None,
-) -> tuple[int, _T]:
-  """Reads the newest step that is not damaged.
+) -> tuple[Any, _T]:
+  """Reads the step at a path, or the newest of a directory that is not damaged.
 
   Another program may save in the directory at the same time, and delete steps
   that are being read. Then the steps are listed again.
 
   Args:
-    directory: The directory of the steps.
+    path: A step, a directory of steps, or a workdir.
     step: The only step to read; None means the newest.
     read_step: Reads the step at a path, or raises `digests.Damaged`.
-    list_steps: Returns the path of each step in the directory.
+    list_steps: Returns the path of each step in the directory `path`; None
+      finds them.
     damaged: Gets the numbers of the steps that were found to be damaged.
 
   Returns:
-    The number of the step, and what `read_step` returned.
+    The number of the step, None for a file without one, and what `read_step`
+    returned.
 
   Raises:
     ValueError: There is no such step, or it is damaged, or all are, or the
       processes find different steps.
   """
+  directory = steps.as_path(path)
+  if list_steps is None:
+    number = steps.number_of(path)
+    if steps.is_step(path) and step in (None, number):
+      return number, read_step(directory)
+    directory = steps.directory_of_steps(path)
+    list_steps = lambda: steps.find(directory)
   found = list_steps()
   multihost.check_agreement(
     {"the steps that they find": sorted(found)},

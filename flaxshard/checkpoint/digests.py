@@ -145,8 +145,10 @@ def check(step_dir: Any) -> None:
       item is missing, or one of these files cannot be read.
   """
   where = steps.as_path(step_dir)
+  if where.is_file():
+    return  # Flax writes a state as one file
   if not where.is_dir():
-    raise Damaged(f"{where} is missing, or no directory.")
+    raise Damaged(f"{where} is missing.")
   # A process that is killed while it deletes a step can leave one behind.
   if not any(where.iterdir()):
     raise Damaged(f"{where} is empty.")
@@ -160,14 +162,13 @@ def check(step_dir: Any) -> None:
   if (where / steps.METRICS / steps.METRICS).exists():
     read_json(where / steps.METRICS / steps.METRICS)
   match = steps.ANY.fullmatch(where.name)
-  if match and metadata is not None:
-    # The position of the data, the metrics and a schedule are those of it.
-    saved = metadata.get("step", int(match[1]))
-    if saved != int(match[1]):
-      raise Damaged(
-        f"{where} was saved as step {saved}: it was copied or renamed. Give it "
-        f"the name {saved} to restore it."
-      )
+  saved = (metadata or {}).get("step")
+  # The position of the data, the metrics and a schedule are those of its step.
+  if match and saved not in (None, int(match[1])):
+    raise Damaged(
+      f"{where} was saved as step {saved}: it was copied or renamed. Give it "
+      f"the name {saved} to restore it."
+    )
 
 
 def verify(
@@ -202,8 +203,6 @@ def verify(
     False
   """
   where = steps.as_path(step_dir)
-  if where.is_file():
-    return False  # Flax writes a state as one file
   check(where)
   path = where / steps.FLAXSHARD / _DIGESTS
   if not path.parent.is_dir():
@@ -215,23 +214,17 @@ def verify(
     raise Damaged(f"{path} is not what was written: its own crc32 differs.")
 
   def compare(name: str) -> None:
-    _compare(where / name, digests[name], contents)
+    (size, crc), path = digests[name], where / name
+    try:
+      found = _digest(path, contents and crc is not None)
+    except _MISSING as e:
+      raise Damaged(f"{path} is missing.") from e
+    if found[0] != size:
+      raise Damaged(f"{path} has {found[0]:,} bytes, {size:,} were written.")
+    if found[1] not in (None, crc):
+      raise Damaged(f"{path} has crc32 {found[1]:08x}, {crc:08x} was written.")
 
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    names = [n for n in digests if not n.endswith(_UNCOMPARED)]
-    list(pool.map(compare, sorted(names)[part::parts]))
+    list(pool.map(compare, sorted(digests)[part::parts]))
   # All processes must agree, so this does not depend on the part.
   return all(crc is not None for _, crc in digests.values())
-
-
-def _compare(path: Any, digest: Digest, contents: bool) -> None:
-  """Raises an error if a file differs from its digest."""
-  size, crc = digest
-  try:
-    found = _digest(path, contents and crc is not None)
-  except _MISSING as e:
-    raise Damaged(f"{path} is missing.") from e
-  if found[0] != size:
-    raise Damaged(f"{path} has {found[0]:,} bytes, {size:,} were written.")
-  if found[1] not in (None, crc):
-    raise Damaged(f"{path} has crc32 {found[1]:08x}, {crc:08x} was written.")

@@ -1,10 +1,23 @@
-"""The items of a step as which Orbax's managers save a train state."""
+"""The items of a step: the train state, the position in the data, metadata.
+
+    input_iterator/process_0-of-1.json   one position for all processes
+                   process_2-of-4.json   the position of process 2 of 4
+
+A position in the data is global if it means the same place in every process,
+such as the number of a global batch. Process 0 saves it, and any number of
+processes restore it. Other positions belong to their process: each process
+saves its own, and as many processes restore them. The names and the content of
+the files are those of Grain's checkpoint handler, which can read the position
+of its own process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import json
 import logging
-from typing import Any
+import re
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +25,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import steps
 from flaxshard.core import checks
+from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.core import version
 from flaxshard.state import fields as fields_lib
@@ -27,7 +40,29 @@ PyTree = Any
 # A train state, or several by name.
 States = TrainState | Mapping[str, TrainState]
 
+_POSITION_FILE = re.compile(r"process_(\d+)-of-(\d+)\.json")
+
 _KINDS = (jnp.number, jnp.bool_, jax.dtypes.prng_key)
+
+
+class Positioned(Protocol):
+  """An iterator with a position: Grain's, or a `DistributedIterator`.
+
+  A position is bytes or a value for JSON. If the iterator has a method
+  `start_prefetch`, it is called after `set_state` to begin reading ahead.
+
+  If the iterator has an attribute `position_is_global` that is True, its
+  position is the same in all processes, and does not depend on their number:
+  any number of processes can restore it.
+  """
+
+  def get_state(self) -> Any:
+    """Returns the position."""
+    ...
+
+  def set_state(self, state: Any) -> None:
+    """Continues from a position."""
+    ...
 
 
 def save_args(
@@ -141,7 +176,7 @@ def metadata(
     "jax": jax.__version__,
     "orbax": ocp.__version__,
     "step": step,
-    "state_step": _step_of(state),
+    "state_step": step_of(state),
     "items": sorted(items),
     "wrappers": [repr(w) for w in wrappers],
     "processes": jax.process_count(),
@@ -151,7 +186,7 @@ def metadata(
   }
 
 
-def _step_of(state: States) -> Any:
+def step_of(state: States) -> Any:
   """Returns the step of a state, or the steps of states by name."""
   if isinstance(state, Mapping):
     return {name: int(s.step) for name, s in state.items()}
@@ -167,10 +202,83 @@ def mesh_of(tree: PyTree) -> Any:
   return None
 
 
-def as_saved(x: Any) -> Any:
-  """Returns the shape and dtype with which Orbax saves a leaf."""
-  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return jax.eval_shape(jax.random.key_data, x) if is_key else x
+# -- The position in the data.
+
+
+def position_files(data: Positioned) -> dict[str, bytes]:
+  """Returns the files to save, by their name in a step.
+
+  All processes must call it, and get the same.
+
+  Raises:
+    TypeError: The position is neither bytes nor a value for JSON.
+    ValueError: The position is said to be global, and processes differ.
+  """
+  # An error in the middle of a save would make Orbax hang at the exit.
+  with multihost.raise_on_all_processes(TypeError, ValueError):
+    state = data.get_state()
+    is_bytes = isinstance(state, bytes)
+    # Indented as by Grain.
+    text = state if is_bytes else json.dumps(state, indent=4).encode()
+  texts = multihost.exchange(text.decode("latin-1"))
+  if _is_global(data):
+    for process, other in enumerate(texts):
+      if other != texts[0]:
+        shown = ["".join(t.split())[:200] for t in (texts[0], other)]
+        raise ValueError(
+          "data.position_is_global is True, but the positions differ: "
+          f"process 0 is at {shown[0]}, process {process} is at {shown[1]}."
+        )
+    texts = texts[:1]
+  return {
+    f"{steps.POSITION}/{_position_file(i, len(texts))}": text.encode("latin-1")
+    for i, text in enumerate(texts)
+  }
+
+
+def read_position(data: Positioned, step_dir: Any) -> Any:
+  """Returns the position in a step, for `data.set_state`.
+
+  Args:
+    data: The iterator; it is not changed.
+    step_dir: Path of the directory of the step.
+
+  Raises:
+    Damaged: A file is missing, or is not JSON, and the position of this
+      iterator is.
+    ValueError: The step has no position, or that of another number of
+      processes, or a file cannot be read by this process.
+  """
+  item_dir = steps.as_path(step_dir) / steps.POSITION
+  if not item_dir.is_dir():
+    raise ValueError(
+      f"{step_dir} has no {steps.POSITION}: the position of the data."
+    )
+  matches = [_POSITION_FILE.fullmatch(path.name) for path in item_dir.iterdir()]
+  # Without any file, that of a single process is missing.
+  saved = max((int(match[2]) for match in matches if match), default=1)
+  if saved != (1 if _is_global(data) else jax.process_count()):
+    raise ValueError(
+      f"{item_dir} has the positions of {saved} processes, and this program "
+      f"has {jax.process_count()}: only an iterator with position_is_global = "
+      "True saves one position, and restores it in any number of processes."
+    )
+  process = 0 if _is_global(data) else jax.process_index()
+  text = digests.read_bytes(item_dir / _position_file(process, saved))
+  try:
+    return text if isinstance(data.get_state(), bytes) else json.loads(text)
+  except ValueError as e:
+    raise digests.Damaged(
+      f"{item_dir}/ has a position that is not JSON: {e}."
+    ) from e
+
+
+def _is_global(data: Positioned) -> bool:
+  return bool(getattr(data, "position_is_global", False))
+
+
+def _position_file(process: int, count: int) -> str:
+  return f"process_{process}-of-{count}.json"
 
 
 # -- Checks.
@@ -222,39 +330,3 @@ def _check_savable(state: States) -> None:
       raise ValueError(
         f"{name} has no elements, shape {np.shape(x)}: Orbax cannot save that."
       )
-
-
-def check_same(step_dir: Any, state: States, items: ocp.args.Composite) -> None:
-  """Raises an error if a step was saved from another state.
-
-  Compares the trees with their shapes and dtypes, and `state.step`. No array is
-  read. A step that another program saved is not compared.
-
-  Args:
-    step_dir: Path of the directory of the step.
-    state: The state, or states by name.
-    items: What `save_args` returned for the state.
-
-  Raises:
-    ValueError: The states differ; the message names the first difference.
-  """
-  saved = digests.read_metadata(step_dir)
-  if saved is None:
-    return
-  current: dict[reader.Path, Any] = {}
-  for name, item in dict(items.items()).items():
-    prefix = (reader.WRAPPER_STATES,) if name == steps.WRAPPERS else ()
-    for path, x in trees.leaves_by_path(item.item).items():
-      current[(*prefix, *path)] = as_saved(x)
-  difference = trees.difference_by_path(
-    reader.open_unverified(steps.as_path(step_dir)), current
-  )
-  if saved["state_step"] != _step_of(state):
-    difference = (
-      f"state.step is {_step_of(state)}, {saved['state_step']} was saved"
-    )
-  if difference:
-    raise ValueError(
-      f"{step_dir} was saved from another state: {difference}. Save under "
-      "another step, or in another directory."
-    )

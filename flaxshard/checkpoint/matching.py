@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-import dataclasses
-import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import re
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-
-from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
 
+_T = TypeVar("_T")
+
 # What a file of a whole training state has beside the model's variables.
-TRAINING_STATE = (
+_TRAINING_STATE = (
   "step",
   "opt_state",
   "wrapper_states",
@@ -24,94 +21,61 @@ TRAINING_STATE = (
 # The array in an nnx.Variable or a nn.Partitioned that was saved as an object.
 _BOX = "/value"
 # A run with LoRA has the parameters that it does not train in `frozen`.
-_PARAMS = re.compile("^(params|frozen)/")
+_PARAMS = "^(params|frozen)/"
 # Number of paths that a message lists.
 _LISTED = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Patterns:
-  """Which parameters of a file are used, and for which of a model.
-
-  The arguments of `init_from` explain them.
-  """
-
-  rename: Sequence[tuple[str, str]] = ()
-  keep: Sequence[str] = ()
-  ignore: Sequence[str] = ()
-  transpose: Sequence[tuple[str, Sequence[int]]] = ()
-  reshape: Sequence[str] = ()
-  cast: bool = False
-
-  def __post_init__(self) -> None:
-    for name in ("keep", "ignore", "reshape"):
-      patterns_lib.check(name, getattr(self, name))
-    for name in ("rename", "transpose"):
-      patterns_lib.check_pairs(name, getattr(self, name))
-    checks.one_of("cast", self.cast, (True, False))
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-  """The leaf of a file that a leaf of the model gets.
-
-  Attributes:
-    path: Its path in the file.
-    axes: The order of its dimensions in the model; None leaves them.
-    reshape: Whether it then gets the shape of the leaf of the model.
-  """
-
-  path: str
-  axes: tuple[int, ...] | None = None
-  reshape: bool = False
 
 
 def match(
   saved: Mapping[str, Any],
   wanted: Mapping[str, Any],
-  patterns: Patterns,
   *,
+  rename: Sequence[tuple[str, str]],
+  keep: Sequence[str],
+  ignore: Sequence[str],
   collections: Collection[str] = (),
   optional: Collection[str] = (),
-) -> dict[str, Source]:
+) -> dict[str, str]:
   """Finds the leaf of a file for each leaf of a model.
 
   Args:
-    saved: The file's leaves, by path. If they are those of a train state or of
-      all variables of a model, paths begin with the name of the collection.
-    wanted: The model's leaves. Paths of parameters begin with no name of a
-      collection.
-    patterns: Which leaves to use.
+    saved: The file's leaves, by path.
+    wanted: The model's leaves, by name; see `by_name`.
+    rename: As for `init_from`, like the next two.
+    keep: Patterns of names of the model.
+    ignore: Patterns of names of the file.
     collections: Names of the model's collections other than `params`.
-    optional: Paths in `wanted` that may keep their initial values.
+    optional: Names in `wanted` that may keep their initial values.
 
   Returns:
-    The sources by the paths of the model. Other leaves keep their values.
+    The paths in the file by the names of the model. Other leaves keep their
+    values.
 
   Raises:
     ValueError: A leaf has no counterpart, in the file or in the model, and no
-      pattern that says so; shapes or dtypes differ; or a pattern matches
-      nothing. The message lists the paths.
+      pattern that says so; or a pattern matches nothing. The message lists the
+      paths.
   """
-  by_name = _names_of(saved)
-  has_collections = any(path.startswith("params/") for path in saved)
-  ignored = _select("ignore", patterns.ignore, by_name, "the file")
-  by_name = {n: path for n, path in by_name.items() if n not in ignored}
-  by_name = _rename(by_name, patterns.rename)
-  kept = _select("keep", patterns.keep, wanted, "the model")
+  has_collections = _has_collections(saved)
+  if has_collections:
+    saved = {path: x for path, x in saved.items() if _is_variable(path, x)}
+  found = by_name({path: path for path in saved})
+  ignored = select("ignore", ignore, found, "the file")
+  found = {name: path for name, path in found.items() if name not in ignored}
+  found = _rename(found, rename)
+  kept = select("keep", keep, wanted, "the model")
   sources: dict[str, str] = {}
-  missing, unmatched = {}, {n: saved[path] for n, path in by_name.items()}
-  for path in wanted:
-    name = path.removesuffix(_BOX)
+  missing, unmatched = {}, {name: saved[path] for name, path in found.items()}
+  for name, leaf in wanted.items():
     collection, _, rest = name.partition("/")
-    if collection in collections and not has_collections:
-      # A file of an NNX module has all its variables in one tree.
-      name = name if name in by_name else rest
-    unmatched.pop(name, None)
-    if path not in kept and name in by_name:
-      sources[path] = by_name[name]
-    elif path not in kept and path not in optional:
-      missing[path] = wanted[path]
+    there = name
+    if collection in collections and not has_collections and name not in found:
+      there = rest  # a file of an NNX module has all its variables in one tree
+    unmatched.pop(there, None)
+    if name not in kept and there in found:
+      sources[name] = found[there]
+    elif name not in kept and name not in optional:
+      missing[name] = leaf
   if missing or unmatched:
     raise ValueError(
       f"the file lacks {_list(missing)} of the model, and the model lacks "
@@ -120,32 +84,45 @@ def match(
     )
   if not sources:
     raise ValueError("keep matches all parameters of the model: none is read.")
-  _select("reshape", patterns.reshape, sources, "the model")
-  by_axes = [pattern for pattern, _ in patterns.transpose]
-  _select("transpose", by_axes, sources, "the model")
+  return sources
+
+
+def by_name(leaves: Mapping[str, _T]) -> dict[str, _T]:
+  """Returns leaves by the names that a model and a file are compared by.
+
+  Args:
+    leaves: The leaves by path: of a tree of parameters, or of collections, one
+      of which is `params`.
+
+  Returns:
+    The leaves in the same order. Names of parameters begin with no collection.
+
+  Example:
+    >>> by_name({"params/w/value": 1, "batch_stats/mean": 2})
+    {'w': 1, 'batch_stats/mean': 2}
+  """
+  prefix = _PARAMS if _has_collections(leaves) else ""
   return {
-    path: _source(path, source, saved[source], wanted[path], patterns)
-    for path, source in sources.items()
+    re.sub(prefix, "", path).removesuffix(_BOX): leaf
+    for path, leaf in leaves.items()
   }
 
 
-def _names_of(saved: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the paths of a model's leaves in a file, by the names to match."""
-  if not any(path.startswith("params/") for path in saved):
-    return {path.removesuffix(_BOX): path for path in saved}
-  return {
-    _PARAMS.sub("", path).removesuffix(_BOX): path
-    for path, leaf in saved.items()
-    # Programs save numbers of their own beside the state, such as an epoch.
-    if path.partition("/")[0] not in TRAINING_STATE
-    and not (leaf.is_number and "/" not in path)
-  }
+def _has_collections(paths: Iterable[str]) -> bool:
+  return any(path.startswith("params/") for path in paths)
 
 
-def _select(
+def _is_variable(path: str, leaf: Any) -> bool:
+  """Returns whether a leaf of a training state is a variable of the model."""
+  field, is_nested, _ = path.partition("/")
+  # Programs save numbers of their own beside the state, such as an epoch.
+  return field not in _TRAINING_STATE and bool(is_nested or not leaf.is_number)
+
+
+def select(
   field: str, patterns: Sequence[str], paths: Collection[str], where: str
 ) -> set[str]:
-  """Returns the paths in which a pattern is found."""
+  """Returns the paths in which a pattern is found; each must be in some."""
   selected: set[str] = set()
   for i, pattern in enumerate(patterns):
     place = f"{field}[{i}]={pattern!r}"
@@ -156,59 +133,21 @@ def _select(
 def _rename(
   paths: Mapping[str, str], renames: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
-  """Returns the values of `paths` by their renamed keys."""
-  renamed = {name: name for name in paths}
+  """Returns the paths of a file by their renamed names."""
   for i, (pattern, text) in enumerate(renames):
-    place = f"rename[{i}]={(pattern, text)!r}"
-    patterns_lib.find(place, pattern, "the file", list(renamed.values()))
-    renamed = {k: re.sub(pattern, text, new) for k, new in renamed.items()}
-  first: dict[str, str] = {}
-  for name, new in renamed.items():
-    if first.setdefault(new, name) != name:
-      raise ValueError(
-        f"rename makes {first[new]!r} and {name!r} of the file the same path "
-        f"{new!r}."
-      )
-  return {new: paths[name] for new, name in first.items()}
-
-
-def _source(
-  path: str, source: str, have: Any, want: Any, patterns: Patterns
-) -> Source:
-  """Returns how a leaf becomes that of the model.
-
-  Raises:
-    ValueError: The shape or the dtype does not fit.
-  """
-  shape, axes = tuple(have.shape), None
-  # The first pattern counts.
-  first = patterns_lib.first_match([p for p, _ in patterns.transpose], path)
-  if first is not None:
-    axes = tuple(patterns.transpose[first][1])
-    if len(axes) != len(shape) or {*axes} != {*range(len(shape))}:
-      raise ValueError(
-        f"transpose[{first}]={patterns.transpose[first]!r} must have the axes "
-        f"of {path}, which has the shape {shape} in the file."
-      )
-    shape = tuple(shape[axis] for axis in axes)
-  reshape = (
-    patterns_lib.first_match(patterns.reshape, path) is not None
-    # With as many dimensions, they would be in another order.
-    and len(shape) != len(want.shape)
-    and math.prod(shape) == math.prod(want.shape)
-  )
-  if shape != tuple(want.shape) and not reshape:
-    raise ValueError(
-      f"{path} has the shape {shape} in the file, and {tuple(want.shape)} in "
-      "the model. `keep` keeps its initial value; `transpose` and `reshape` "
-      "change the array."
-    )
-  if not (patterns.cast or np.can_cast(have.dtype, want.dtype)):
-    raise ValueError(
-      f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
-      "which cannot hold all its values; cast=True rounds them."
-    )
-  return Source(source, axes, reshape)
+    where = f"rename[{i}]={(pattern, text)!r}"
+    patterns_lib.find(where, pattern, "the file", list(paths))
+    renamed: dict[str, str] = {}
+    for name, path in paths.items():
+      new = re.sub(pattern, text, name)
+      if new in renamed:
+        raise ValueError(
+          f"{where} makes {renamed[new]!r} and {path!r} of the file the same "
+          f"path {new!r}."
+        )
+      renamed[new] = path
+    paths = renamed
+  return dict(paths)
 
 
 def listed(texts: Sequence[str]) -> str:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
+import math
 import os
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from flaxshard.checkpoint import choose
-from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import matching
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import safetensors_files
 from flaxshard.checkpoint import steps
+from flaxshard.core import checks
 from flaxshard.core import multihost
+from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
 from flaxshard.state import create
 from flaxshard.state import fields as fields_lib
@@ -28,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 _State = TypeVar("_State")
-_Leaves = Mapping[reader.Path, reader.SavedLeaf]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,158 +138,168 @@ def init_from(
     >>> params["trunk"]["w"].tolist(), report.kept, report.unused
     ([1.0, 1.0], ('head/w',), ('head/w',))
   """
-  patterns = matching.Patterns(rename, keep, ignore, transpose, reshape, cast)
-  if not isinstance(subtree, str):
-    raise TypeError(f"subtree must be a string, got {subtree!r}.")
-  fields = _fields_of(state)
-  where, leaves = _open(steps.as_path(path), step, item)
-  saved = _below(where, leaves, subtree)
+  for name, patterns in dict(keep=keep, ignore=ignore, reshape=reshape).items():
+    patterns_lib.check(name, patterns)
+  for name, pairs in dict(rename=rename, transpose=transpose).items():
+    patterns_lib.check_pairs(name, pairs)
+  checks.one_of("cast", cast, (True, False))
+  fields: Any = state
+  collections, factors = set(), set()
+  if isinstance(state, TrainState):
+    fields = fields_lib.variables(state)
+    fields.pop("rngs", None)  # random streams begin with the new run
+    collections, factors = fields.keys() - {"params"}, _lora_factors(state)
+  leaves = trees.leaves_by_path(fields)
+  wanted = matching.by_name({"/".join(k): x for k, x in leaves.items()})
+  where, saved = _open(steps.as_path(path), step, item, subtree)
   try:
     sources = matching.match(
       saved,
-      fields.leaves,
-      patterns,
-      collections=fields.trees.keys() - {"params"},
-      optional=fields.factors,
+      wanted,
+      rename=rename,
+      keep=keep,
+      ignore=ignore,
+      collections=collections,
+      optional=factors,
     )
+    matching.select("reshape", reshape, sources, "the model")
+    by_axes = [pattern for pattern, _ in transpose]
+    matching.select("transpose", by_axes, sources, "the model")
+    axes = {
+      name: _axes(name, saved[path], wanted[name], transpose, reshape, cast)
+      for name, path in sources.items()
+    }
   except ValueError as e:
     raise ValueError(f"{where}: {e}") from e
-  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-    found = reader.read(
-      {
-        path: (saved[source.path], _asked(saved[source.path], source, wanted))
-        for path, source in sources.items()
-        for wanted in [fields.leaves[path]]
-      }
-    )
-    arrays = {
-      path: _finish(x, sources[path], fields.leaves[path])
-      for path, x in found.items()
-    }
-  read = {source.path for source in sources.values()}
+  asked = {
+    name: (saved[path], _asked(saved[path], axes[name], wanted[name]))
+    for name, path in sources.items()
+  }
+  arrays = {
+    name: _finish(x, axes[name], wanted[name])
+    for name, x in reader.read(where, asked).items()
+  }
   report = InitReport(
     str(where),
-    {path: source.path for path, source in sources.items()},
-    tuple(path for path in fields.leaves if path not in sources),
-    tuple(path for path in saved if path not in read),
+    sources,
+    tuple(name for name in wanted if name not in sources),
+    tuple(path for path in saved if path not in {*sources.values()}),
   )
   _log.info("%s", report)
-  new: _State = _replace(state, fields, arrays)
+  new: Any = jax.tree.unflatten(
+    jax.tree.structure(fields), list((wanted | arrays).values())
+  )
+  if isinstance(state, TrainState):
+    new = create.reinitialize(state, new)
   return new, report
 
 
-class _Fields(NamedTuple):
-  """The arrays of a state, or of a tree of parameters, that may be read.
-
-  Attributes:
-    trees: The trees of arrays, by field; a tree of parameters is `params`.
-    leaves: The arrays, by their path in the model, in the order of the trees.
-    factors: Paths of the factors of LoRA, which most files lack.
-  """
-
-  trees: Mapping[str, PyTree]
-  leaves: Mapping[str, jax.Array]
-  factors: frozenset[str]
+def _lora_factors(state: TrainState) -> set[str]:
+  """Returns the paths of the factors of LoRA, which most files lack."""
+  if not isinstance(state.apply_fn, lora.Apply):
+    return set()
+  of_model = lora.model_leaves(state.params, getattr(state, lora.FROZEN))
+  paths = trees.leaves_by_path(state.params)
+  return {"/".join(path) for path in paths if path not in of_model}
 
 
-def _fields_of(state: Any) -> _Fields:
-  """Returns the arrays of a state or a tree of parameters."""
-  fields = {"params": state}
-  if isinstance(state, TrainState):
-    fields = fields_lib.variables(state)
-    # Random streams begin with the new run.
-    fields.pop("rngs", None)
-  has_lora = isinstance(getattr(state, "apply_fn", None), lora.Apply)
-  leaves, factors = {}, set()
-  of_model: Mapping[Any, Any] = {}
-  if has_lora:
-    of_model = lora.model_leaves(fields["params"], fields[lora.FROZEN])
-  for field, tree in fields.items():
-    # The frozen parameters are parameters of the model.
-    is_params = field == "params" or (has_lora and field == lora.FROZEN)
-    for path, leaf in trees.leaves_by_path(tree).items():
-      name = "/".join(path if is_params else (field, *path))
-      leaves[name] = leaf
-      if has_lora and field == "params" and path not in of_model:
-        factors.add(name)
-  return _Fields(fields, leaves, frozenset(factors))
-
-
-def _replace(state: Any, fields: _Fields, arrays: Mapping[str, Any]) -> Any:
-  """Returns the state or the tree with other arrays, by their paths."""
-  leaves = iter([arrays.get(path, x) for path, x in fields.leaves.items()])
-  new = {
-    field: jax.tree.map(lambda _: next(leaves), tree)
-    for field, tree in fields.trees.items()
-  }
-  if not isinstance(state, TrainState):
-    return new["params"]
-  return create.reinitialize(state, new)
-
-
-def _open(path: Any, step: int | None, item: str | None) -> tuple[Any, _Leaves]:
-  """Returns the file or the step at a path, and its leaves by path."""
+def _open(
+  path: Any, step: int | None, item: str | None, subtree: str
+) -> tuple[Any, dict[str, reader.SavedLeaf]]:
+  """Returns the file or the step at a path, and its leaves below `subtree`."""
   with multihost.raise_on_all_processes(ValueError, ImportError):
     file = safetensors_files.find(path)
     if file is not None:
       # There are no digests; the package checks the sizes.
-      return file, safetensors_files.open_leaves(file)
-  return choose.read(
-    path, step, lambda where: (where, reader.open_step(where, item))
-  )
-
-
-def _below(
-  where: Any, leaves: _Leaves, subtree: str
-) -> dict[str, reader.SavedLeaf]:
-  """Returns the leaves below a path of a file, by the rest of their path."""
+      where, leaves = file, safetensors_files.open_leaves(file)
+  if file is None:
+    _, (where, leaves) = choose.read(
+      path, step, lambda where: (where, reader.open_step(where, item))
+    )
   prefix = f"{subtree.strip('/')}/".lstrip("/")
-  by_name = {"/".join(path): leaf for path, leaf in leaves.items()}
+  named = {"/".join(path): leaf for path, leaf in leaves.items()}
   below = {
     name.removeprefix(prefix): leaf
-    for name, leaf in by_name.items()
+    for name, leaf in named.items()
     if name.startswith(prefix)
   }
   if not below:
-    names = ", ".join({name.partition("/")[0]: None for name in by_name})
+    tops = ", ".join({name.partition("/")[0]: None for name in named})
     raise ValueError(
       f"{where}: subtree={subtree!r} has no arrays; the file has "
-      f"{names or 'no arrays'}."
+      f"{tops or 'no arrays'}."
     )
-  return below
+  return where, below
 
 
-def _asked(
-  leaf: Any, source: matching.Source, wanted: jax.Array
-) -> reader.Asked:
+def _axes(
+  path: str,
+  have: Any,
+  want: Any,
+  transpose: Sequence[tuple[str, Sequence[int]]],
+  reshape: Sequence[str],
+  cast: bool,
+) -> tuple[int, ...]:
+  """Returns the order of a leaf's dimensions in which it fits the model's.
+
+  Raises:
+    ValueError: The shape or the dtype does not fit.
+  """
+  axes = tuple(range(len(have.shape)))
+  # The first pattern counts.
+  first = patterns_lib.first_match([pattern for pattern, _ in transpose], path)
+  if first is not None:
+    given = tuple(transpose[first][1])
+    if len(given) != len(axes) or {*given} != {*axes}:
+      raise ValueError(
+        f"transpose[{first}]={transpose[first]!r} must have the axes of "
+        f"{path}, which has the shape {have.shape} in the file."
+      )
+    axes = given
+  shape = tuple(have.shape[axis] for axis in axes)
+  may_reshape = (
+    patterns_lib.first_match(reshape, path) is not None
+    # With as many dimensions, they would be in another order.
+    and len(shape) != len(want.shape)
+    and math.prod(shape) == math.prod(want.shape)
+  )
+  if shape != want.shape and not may_reshape:
+    raise ValueError(
+      f"{path} has the shape {shape} in the file, and {want.shape} in the "
+      "model. `keep` keeps its initial value; `transpose` and `reshape` change "
+      "the array."
+    )
+  if not (cast or np.can_cast(have.dtype, want.dtype)):
+    raise ValueError(
+      f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
+      "which cannot hold all its values; cast=True rounds them."
+    )
+  return axes
+
+
+def _asked(have: Any, axes: tuple[int, ...], want: jax.Array) -> reader.Asked:
   """Returns the shape, dtype and sharding with which to read a leaf."""
-  sharding = wanted.sharding
-  if isinstance(sharding, jax.sharding.NamedSharding):
-    spec: Sequence[Any] = tuple(sharding.spec)
-    if source.reshape:
-      spec = ()  # not split before it has the model's dimensions
-    elif source.axes is not None:
-      # Dimension i after the transposition is dimension axes[i] of the file.
-      padded = (*spec, *[None] * (wanted.ndim - len(spec)))
-      by_file = dict(zip(source.axes, padded, strict=True))
-      spec = [by_file[i] for i in range(wanted.ndim)]
-    sharding = jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec))
+  sharding = want.sharding
+  in_order = axes == tuple(range(want.ndim))
+  if not in_order and isinstance(sharding, jax.sharding.NamedSharding):
+    # An array to reshape is not split before it has the model's dimensions.
+    # Otherwise dimension i of the model is dimension axes[i] of the file.
+    names = sharding.spec if len(axes) == want.ndim else ()
+    by_file = dict(zip(axes, names, strict=False))
+    spec = jax.P(*map(by_file.get, range(len(axes))))
+    sharding = jax.sharding.NamedSharding(sharding.mesh, spec)
   return jax.ShapeDtypeStruct(
-    leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding
+    have.shape, jax.dtypes.canonicalize_dtype(have.dtype), sharding=sharding
   )
 
 
-def _finish(
-  x: jax.Array, source: matching.Source, wanted: jax.Array
-) -> jax.Array:
+def _finish(x: jax.Array, axes: tuple[int, ...], want: jax.Array) -> jax.Array:
   """Returns an array that was read with the model's dimensions and dtype."""
-  unchanged = source.axes is None and not source.reshape
-  if unchanged and x.dtype == wanted.dtype:
+  if axes == tuple(range(want.ndim)) and x.dtype == want.dtype:
     return x
 
   def convert(x: jax.Array) -> jax.Array:
-    x = jnp.transpose(x, source.axes or range(x.ndim))
-    return x.reshape(wanted.shape).astype(wanted.dtype)
+    return x.transpose(axes).reshape(want.shape).astype(want.dtype)
 
-  converted: jax.Array = jax.jit(convert, out_shardings=wanted.sharding)(x)
+  converted: jax.Array = jax.jit(convert, out_shardings=want.sharding)(x)
   return converted

@@ -11,7 +11,7 @@ One Orbax handler reads the directories: they differ only in names.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 import dataclasses
 import math
 from typing import Any, TypeVar
@@ -51,8 +51,8 @@ class SavedLeaf:
     tree: The name of its item, or of its file.
     key: Its path there.
     read: Reads leaves of this tree, given the shape, dtype and sharding to
-      restore each with, by key. A leaf may be on the host, or have another
-      dtype than asked for.
+      restore each with, by key. A leaf may be on the host, or be read when it
+      is indexed, or have another dtype than asked for.
   """
 
   shape: tuple[int, ...]
@@ -62,33 +62,41 @@ class SavedLeaf:
   key: Path
   read: Callable[[Mapping[Path, Asked]], Mapping[Path, Any]]
 
-  def as_wanted(self, wanted: Any) -> Any:
-    """Returns `wanted` if the leaf may become it with a cast, else itself."""
-    fits = (
-      wanted is not None
-      and self.is_number
-      and self.shape == wanted.shape == ()
-      and np.can_cast(self.dtype, wanted.dtype, "same_kind")
-    )
-    return wanted if fits else self
-
 
 def read(
-  wanted: Mapping[_Name, tuple[SavedLeaf, Asked]],
+  where: Any, wanted: Mapping[_Name, tuple[SavedLeaf, Asked]]
 ) -> dict[_Name, jax.Array]:
-  """Reads leaves, those of one tree together.
+  """Reads leaves, those of one tree together. All processes must call it.
 
   Args:
+    where: The step or the file that has the leaves, for error messages.
     wanted: Each leaf, and the shape, dtype and sharding to restore it with.
+
+  Raises:
+    Damaged: The files are damaged.
+    ValueError: A leaf was not restored as it was asked for; the message names
+      the first.
   """
   by_tree: Any = collections.defaultdict(dict)
   for leaf, asked in wanted.values():
     by_tree[leaf.read][leaf.key] = asked
-  found = {read: read(asked) for read, asked in by_tree.items()}
-  return {
-    name: _place(leaf, found[leaf.read][leaf.key], asked)
-    for name, (leaf, asked) in wanted.items()
-  }
+  # Reading needs no other process.
+  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
+    found = {read: read(asked) for read, asked in by_tree.items()}
+    placed = {
+      name: _place(leaf, found[leaf.read][leaf.key], asked)
+      for name, (leaf, asked) in wanted.items()
+    }
+    # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG
+    # key is known only once it is read.
+    names = {name: (leaf.tree, *leaf.key) for name, (leaf, _) in wanted.items()}
+    difference = trees.difference_by_path(
+      {names[name]: x for name, x in placed.items()},
+      {names[name]: asked for name, (_, asked) in wanted.items()},
+    )
+    if difference:
+      raise ValueError(f"{where} was not restored faithfully: {difference}.")
+  return placed
 
 
 def _place(leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
@@ -105,7 +113,7 @@ def _place(leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
     x = number
   # Each device gets only its part.
   return jax.make_array_from_callback(
-    np.shape(x), asked.sharding, lambda index: x[index]
+    leaf.shape, asked.sharding, lambda index: x[index]
   )
 
 
@@ -142,23 +150,19 @@ def open_unverified(
   if where.is_file():
     return _msgpack_leaves(where)
   there = steps.items(where)
+  names = steps.PLAIN if plain_item is None else (plain_item,)
+  found = [there[name] for name in names if name in there]
   if plain_item is None and steps.is_tree(where):
-    leaves = _orbax_leaves(where)
-  else:
-    names = steps.PLAIN if plain_item is None else (plain_item,)
-    found = [there[name] for name in names if name in there]
-    if not found:
-      message = f"{where} has no train state in an item "
-      message += " or ".join(map(repr, names))
-      others = sorted(there.keys() - {steps.WRAPPERS})
-      if not others:
-        raise digests.Damaged(f"{message}.")
-      # Another program names its items as it likes: nothing is lost.
-      raise ValueError(
-        f"{message}, only {', '.join(map(repr, others))}: plain_item is the "
-        "name of the item to restore."
-      )
-    leaves = _orbax_leaves(found[0])
+    found = [where]
+  if not found:
+    others = sorted(there.keys() - {steps.WRAPPERS})
+    # Another program names its items as it likes: nothing is lost.
+    raise (ValueError if others else digests.Damaged)(
+      f"{where} has no train state in an item {' or '.join(map(repr, names))}, "
+      f"only {', '.join(map(repr, others)) or 'no items'}: plain_item is the "
+      "name of the item to restore."
+    )
+  leaves = _orbax_leaves(found[0])
   if steps.WRAPPERS in there:
     leaves |= {
       (WRAPPER_STATES, *key): leaf
@@ -168,7 +172,9 @@ def open_unverified(
 
 
 def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
-  """Returns the leaves of one of several states, by its name."""
+  """Returns the leaves of one of several states; `""` is the only one."""
+  if not name:
+    return dict(leaves)
   found = {}
   for path, leaf in leaves.items():
     at = int(path[0] == WRAPPER_STATES)
@@ -193,9 +199,19 @@ def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
         return x.dtype.type(0).item()
       return np.zeros((), x.dtype) if leaves[key].is_number else wanted[key]
 
-    tree = jax.tree_util.tree_map_with_path(request, saved)
-    chosen = [metadata[key] for key in wanted]
-    return trees.leaves_by_path(read_item(directory, tree, chosen))
+    item = jax.tree_util.tree_map_with_path(request, saved)
+    # Each leaf is in memory twice while it is read: as it was read, and as it
+    # is placed. So the bytes in flight are limited to those of the largest one;
+    # Orbax wants more than the largest request.
+    largest = max(_bytes_to_read(metadata[key]) for key in wanted)
+    handler = ocp.PyTreeCheckpointHandler(
+      handler_impl=ocp.BasePyTreeCheckpointHandler(
+        restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1
+      )
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+    return trees.leaves_by_path(handler.restore(directory, args=args))
 
   leaves = {}
   for key, x in metadata.items():
@@ -209,33 +225,6 @@ def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
       read=read_leaves,
     )
   return leaves
-
-
-def read_item(directory: Any, item: Any, leaves: Iterable[Any]) -> Any:
-  """Reads leaves of an item, few at a time.
-
-  Each leaf is in memory twice while it is read: as it was read, and as it is
-  placed. So the bytes in flight are limited to those of the largest leaf.
-
-  Args:
-    directory: The directory of the item.
-    item: What to restore each leaf with; `ocp.PLACEHOLDER` leaves one out.
-    leaves: Metadata of the leaves to read.
-  """
-  largest = max((_bytes_to_read(x) for x in leaves), default=0)
-  handler = ocp.PyTreeCheckpointHandler(
-    handler_impl=ocp.BasePyTreeCheckpointHandler(
-      # Orbax wants more than the largest request.
-      restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1,
-    )
-  )
-  return handler.restore(
-    directory,
-    args=ocp.args.PyTreeRestore(
-      item=item,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-    ),
-  )
 
 
 def _bytes_to_read(x: Any) -> int:

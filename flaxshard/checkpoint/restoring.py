@@ -21,10 +21,9 @@ import orbax.checkpoint as ocp
 from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import items
-from flaxshard.checkpoint import positions
 from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import steps
 from flaxshard.checkpoint import wrapper_states
-from flaxshard.checkpoint.reader import Asked
 from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.checkpoint.reader import WRAPPER_STATES
@@ -100,16 +99,17 @@ def restore(
     where = manager.directory  # Orbax's managers have no common class
     if isinstance(manager, ocp.CheckpointManager):
       manager.wait_until_finished()  # the newest step may not be complete yet
-  return choose.read(
+  _, restored = choose.read(
     where, step, lambda path: restore_step(path, state, plain_item)
   )
+  return restored
 
 
 def restore_step(
   where: Any,
   state: S,
   plain_item: str | None = None,
-  data: positions.Positioned | None = None,
+  data: items.Positioned | None = None,
 ) -> S:
   """Restores one step, as `restore`.
 
@@ -126,9 +126,9 @@ def restore_step(
   """
   saved = reader.open_step(where, plain_item)
   with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-    position = None if data is None else positions.read(data, where)
+    position = None if data is None else items.read_position(data, where)
   plans = {
-    name: _Plan(where, reader.part(saved, name) if name else saved, part)
+    name: _Plan(where, reader.part(saved, name), part)
     for name, part in items.by_name(state).items()
   }
   restored: Any = {name: plan.restore() for name, plan in plans.items()}
@@ -139,6 +139,36 @@ def restore_step(
       if hasattr(data, "start_prefetch"):
         data.start_prefetch()
   return restored if isinstance(state, Mapping) else restored[""]
+
+
+def check_same(where: Any, state: items.States) -> None:
+  """Raises an error if a step was saved from another state.
+
+  Compares the trees with their shapes and dtypes, and `state.step`. No array is
+  read. A step that another program saved is not compared.
+
+  Args:
+    where: The directory of the step.
+    state: The state, or states by name.
+
+  Raises:
+    ValueError: The states differ; the message names the first difference.
+  """
+  metadata = digests.read_metadata(where)
+  if metadata is None:
+    return
+  difference = None
+  if metadata["state_step"] != (step := items.step_of(state)):
+    difference = f"state.step is {step}, {metadata['state_step']} was saved"
+  saved = reader.open_unverified(steps.as_path(where))
+  for name, part in items.by_name(state).items():
+    wanted = trees.leaves_by_path(_template(part))
+    difference = difference or _difference(reader.part(saved, name), wanted)
+  if difference:
+    raise ValueError(
+      f"{where} was saved from another state: {difference}. Save under "
+      "another step, or in another directory."
+    )
 
 
 def sources(saved: Leaves, wanted: Leaves) -> dict[Path, Path]:
@@ -179,14 +209,10 @@ class _Plan:
     self, where: Any, saved: Mapping[Path, SavedLeaf], state: TrainState
   ):
     self._where, self._saved, self._state = where, saved, state
-    self._template = _template(state)
-    # Not as a dict of all, which would be sorted: errors name the first path
-    # that differs, and a parameter says more than an optimizer slot.
-    self._wanted = {
-      (name, *path): x
-      for name, tree in self._template.items()
-      for path, x in trees.leaves_by_path(tree).items()
-    }
+    self._template: Any = _template(state)
+    # Errors name the first path that differs, and a parameter, which is before
+    # the optimizer's slots in a train state, says more than a slot.
+    self._wanted = trees.leaves_by_path(self._template)
     self._sources = sources(saved, self._wanted)
     self._new: dict[Path, wrapper_states.NewState] = {}
     for wrapper in state.wrappers:
@@ -206,8 +232,7 @@ class _Plan:
       return
     if not saved:
       difference = None
-      sources = [self._sources.get((*at, *path)) for path in wanted]
-      fields = {source[0] for source in sources if source}
+      fields = {source[0] for source in _below(self._sources, at).values()}
       for field in fields:
         self._note(f"its field {field!r} becomes the state of wrapper {name!r}")
       if not fields:
@@ -221,29 +246,30 @@ class _Plan:
       for path in wanted:
         self._sources.pop((*at, *path), None)
     self._new[at] = wrapper_states.NewState(
-      wrapper, self._template[WRAPPER_STATES][name], saved, difference
+      wrapper, self._template.wrapper_states[name], saved, difference
     )
 
   def _check_others(self) -> None:
     """Raises a ValueError unless all other leaves are there, and no more."""
     has = {path: self._saved[source] for path, source in self._sources.items()}
     names = {path[1] for path in self._wanted if path[0] == WRAPPER_STATES}
-    used, left = set(self._sources.values()), {}
+    fields = fields_lib.array_fields(self._state)
+    used, left = set(self._sources.values()), set()
     for path, leaf in self._saved.items():
       is_state = path[0] == WRAPPER_STATES
       if path in used or (is_state and path[1] in names):
         continue
       if is_state:
-        left[path[:2]] = f"a state of wrapper {path[1]!r}"
+        left.add(f"a state of wrapper {path[1]!r}")
       elif _path_here(path)[:1] == (WRAPPER_STATES,):
-        left[path[:1]] = f"a field {path[0]!r}"
-      elif leaf.is_number and path[0] not in self._template:
+        left.add(f"a field {path[0]!r}")
+      elif leaf.is_number and path[0] not in fields:
         # Programs save numbers of their own beside the state, as an epoch.
-        left[path] = f"a number {'/'.join(path)!r}"
+        left.add(f"a number {'/'.join(path)!r}")
       else:
         has[path] = leaf
-    for path in sorted(left):
-      self._note(f"it has {left[path]}: left alone")
+    for what in sorted(left):
+      self._note(f"it has {what}: left alone")
     wanted = {
       path: x
       for path, x in self._wanted.items()
@@ -257,24 +283,25 @@ class _Plan:
 
   def restore(self) -> TrainState:
     """Reads the leaves of the plan, and returns the restored state."""
-    leaves = self._read(
+    leaves = reader.read(
+      self._where,
       {
         path: (self._saved[source], self._wanted[path])
         for path, source in self._sources.items()
-      }
+      },
     )
-    fields = self._unflatten(leaves)
-    collections = fields_lib.collections(self._state)
+    restored: Any = self._unflatten(leaves)
     target = base.Target(
-      fields["step"],
-      fields["params"],
-      fields["opt_state"],
-      {name: fields[name] for name in collections},
+      restored.step,
+      restored.params,
+      restored.opt_state,
+      fields_lib.collections(restored),
       wrapper_states={},
       new_collections={},
     )
     for at, new in self._new.items():
-      saved = self._read(new.of_any_replicas(self._template["step"].sharding))
+      useful = new.of_any_replicas(self._template.step.sharding)
+      saved = reader.read(self._where, useful)
       made = trees.leaves_by_path(new.make(self._state.tx, target, saved))
       if new.difference:
         dropped = {path[0]: None for path in made if path not in saved}
@@ -282,52 +309,31 @@ class _Plan:
           "%s has another state of wrapper %r, as for other replicas: %s. It "
           "begins at the restored parameters. Dropped are %s.",
           self._where,
-          base.name_of(new.wrapper),
+          at[1],
           new.difference,
           ", ".join(dropped),
         )
       leaves = {(*at, *path): x for path, x in made.items()} | leaves
-    fields = self._unflatten(leaves)
-    # Every replica gets the one value of a per-replica collection.
-    given = {name: getattr(self._state, name) for name in fields}
     # Orbax returns arrays that are complete; so does this function.
-    return self._state.replace(
-      **values.broadcast_to_replicas(jax.block_until_ready(fields), given)
-    )
+    restored = jax.block_until_ready(self._unflatten(leaves))
+    # Every replica gets the one value of a per-replica collection.
+    return values.broadcast_to_replicas(restored, self._state)
 
-  def _read(
-    self, wanted: Mapping[Path, tuple[SavedLeaf, Asked]]
-  ) -> dict[Path, jax.Array]:
-    """Reads leaves with the asked shapes, dtypes and shardings."""
-    # Reading needs no other process.
-    with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-      found = reader.read(wanted)
-      # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG
-      # key is known only once it is read.
-      asked = {path: asked for path, (_, asked) in wanted.items()}
-      if difference := trees.difference_by_path(found, asked):
-        raise ValueError(
-          f"{self._where} was not restored faithfully: {difference}."
-        )
-    return found
-
-  def _unflatten(self, leaves: Leaves) -> dict[str, PyTree]:
-    """Returns the fields of the state; what is not made yet stays abstract."""
-    template = trees.leaves_by_path(self._template)
+  def _unflatten(self, leaves: Leaves) -> TrainState:
+    """Returns the state; what is not made yet stays abstract."""
     return jax.tree.unflatten(
       jax.tree.structure(self._template),
-      [leaves.get(path, x) for path, x in template.items()],
+      [leaves.get(path, x) for path, x in self._wanted.items()],
     )
 
 
-def _template(state: TrainState) -> dict[str, PyTree]:
-  """Returns shape, dtype and sharding of the leaves to restore, by field.
+def _template(state: TrainState) -> TrainState:
+  """Returns a state with shape, dtype and sharding of the leaves to restore.
 
   A leaf that is not placed on a mesh is replicated over the mesh of the others.
   A `PerReplica` stands there as one value, as it is saved.
   """
-  fields = fields_lib.array_fields(state)
-  mesh = items.mesh_of(fields)
+  mesh = items.mesh_of(state)
   default: Any = jax.device_put(0).sharding  # of the default device
   if mesh is not None:
     default = jax.sharding.NamedSharding(mesh, jax.P())
@@ -349,10 +355,7 @@ def _template(state: TrainState) -> dict[str, PyTree]:
       sharding = default if mesh is not None else sharding or default
     return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
-  return {
-    name: jax.tree.map(describe, tree, is_leaf=values.is_per_replica)
-    for name, tree in fields.items()
-  }
+  return jax.tree.map(describe, state, is_leaf=values.is_per_replica)
 
 
 def _below(leaves: Leaves, at: Path) -> dict[Path, Any]:
@@ -363,8 +366,15 @@ def _below(leaves: Leaves, at: Path) -> dict[Path, Any]:
 
 def _difference(saved: Mapping[Path, SavedLeaf], wanted: Leaves) -> str | None:
   """Returns where and how saved leaves differ from the wanted ones, or None."""
-  as_saved = {path: items.as_saved(x) for path, x in wanted.items()}
-  return trees.difference_by_path(
-    {path: x.as_wanted(as_saved.get(path)) for path, x in saved.items()},
-    as_saved,
-  )
+  # Orbax saves the integers of a PRNG key.
+  as_saved = {
+    path: jax.eval_shape(jax.random.key_data, x) if trees.is_prng_key(x) else x
+    for path, x in wanted.items()
+  }
+  given: dict[Path, Any] = dict(saved)
+  for path in saved.keys() & wanted.keys():
+    leaf, x = saved[path], as_saved[path]
+    is_number = leaf.is_number and leaf.shape == x.shape == ()
+    if is_number and np.can_cast(leaf.dtype, x.dtype, "same_kind"):
+      given[path] = x  # reading it says whether the value is exact
+  return trees.difference_by_path(given, as_saved)

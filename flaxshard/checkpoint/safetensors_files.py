@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 import importlib
 import json
 from typing import Any
 
-import jax
-import numpy as np
-
-from flaxshard.checkpoint.reader import Asked
 from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.core import files
@@ -19,8 +14,8 @@ _SUFFIX = ".safetensors"
 # The file that lists which file has which tensor, of a model in several files.
 _INDEX_SUFFIX = ".safetensors.index.json"
 
-# Shape, dtype, and a function that reads a part.
-_Tensor = tuple[tuple[int, ...], Any, Callable[[Any], np.ndarray]]
+# Shape, dtype, and what reads a part when it is indexed.
+_Tensor = tuple[tuple[int, ...], Any, Any]
 
 
 def find(path: Any) -> Any:
@@ -78,15 +73,8 @@ def open_leaves(file: Any) -> dict[Path, SavedLeaf]:
     raise ValueError(
       f"{file} has tensors whose names differ in dots and slashes alone."
     )
-
-  def read_leaves(wanted: Mapping[Path, Asked]) -> dict[Path, Any]:
-    return {
-      path: jax.make_array_from_callback(
-        asked.shape, asked.sharding, by_path[path][2]
-      )
-      for path, asked in wanted.items()
-    }
-
+  arrays = {path: x for path, (_, _, x) in by_path.items()}
+  read_leaves = lambda wanted: arrays
   return {
     path: SavedLeaf(shape, dtype, False, file.name, path, read_leaves)
     for path, (shape, dtype, _) in by_path.items()
@@ -100,21 +88,18 @@ def _open_file(file: Any) -> dict[str, _Tensor]:
     loaded = importlib.import_module("safetensors.numpy").load(
       file.read_bytes()
     )
-    return {n: (x.shape, x.dtype, x.__getitem__) for n, x in loaded.items()}
+    return {name: (x.shape, x.dtype, x) for name, x in loaded.items()}
   opened = safetensors.safe_open(str(file), framework="numpy")
   return {name: _lazy_tensor(opened, name) for name in opened.keys()}
 
 
 def _lazy_tensor(opened: Any, name: str) -> _Tensor:
-  part = opened.get_slice(name)
-  shape = tuple(part.get_shape())
-
-  def read(index: Any) -> np.ndarray:
-    # A slice of a scalar is an error.
-    return part[index] if shape else opened.get_tensor(name)
-
-  # The header has names of dtypes that NumPy does not know.
-  return shape, read(slice(0, 0)).dtype, read
+  lazy = opened.get_slice(name)
+  shape = tuple(lazy.get_shape())
+  # A slice of a scalar is an error. The header has names of dtypes that NumPy
+  # does not know.
+  x = lazy if shape else opened.get_tensor(name)
+  return shape, x[:0].dtype if shape else x.dtype, x
 
 
 def _path_of(name: str) -> Path:

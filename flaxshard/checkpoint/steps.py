@@ -21,9 +21,9 @@ from flaxshard.core import files
 Directory = Any
 
 # A manager may use a prefix and leading zeros.
-ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?")
-FLAX = re.compile(r"checkpoint_(\d+)")
-OURS = re.compile(r"(0|[1-9]\d*)", re.ASCII)
+ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?", re.ASCII)
+# Those of `Checkpointer`, and of Flax.
+OURS = re.compile(r"(?:checkpoint_)?(0|[1-9]\d*)", re.ASCII)
 
 # The items of a step. Without one called `state`, Orbax v1 takes the first for
 # the train state, so the others sort after `default`.
@@ -56,7 +56,7 @@ def find(directory: Any, names: re.Pattern[str] = ANY) -> dict[int, Directory]:
 
   Args:
     directory: The directory to list.
-    names: The names that count as steps: `ANY`, `FLAX` or `OURS`.
+    names: The names that count as steps: `ANY` or `OURS`.
   """
   directory = as_path(directory)
   entries: list[Directory] = []
@@ -67,8 +67,8 @@ def find(directory: Any, names: re.Pattern[str] = ANY) -> dict[int, Directory]:
   found: dict[int, Directory] = {}
   for path in entries:
     match = names.fullmatch(path.name)
-    in_bucket = files.is_bucket(path) and OURS.fullmatch(path.name)
-    if match and (not in_bucket or is_complete(path)):
+    may_be_unfinished = files.is_bucket(path) and path.name.isdigit()
+    if match and (not may_be_unfinished or is_complete(path)):
       found.setdefault(int(match[1]), path)
   return dict(sorted(found.items()))
 
@@ -113,7 +113,7 @@ def is_step(path: Any) -> bool:
 def number_of(path: Any) -> int | None:
   """Returns the number of a step, if a path is one step, not several."""
   path = as_path(path)
-  match = FLAX.fullmatch(path.name) or OURS.fullmatch(path.name)
+  match = OURS.fullmatch(path.name)
   return int(match[1]) if match and is_step(path) else None
 
 
@@ -150,7 +150,4 @@ def describe_missing(path: Any) -> str:
   if is_step(directory):
     return "it is a file or a step, not a directory of steps."
   names = sorted(p.name for p in directory.iterdir())
-  if not names:
-    return "it has no steps: it is empty."
-  more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-  return f"it has no steps, only {', '.join(names[:_LISTED])}{more}."
+  return f"it has no steps: {', '.join(names[:_LISTED]) or 'it is empty'}."

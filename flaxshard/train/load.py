@@ -156,11 +156,11 @@ def load(
   elif step is not None:
     step = checks.integer("step", step, minimum=0)
 
-  def read(path: Any) -> tuple[Any, TrainState]:
-    restored = restoring.restore_step(path, setup.abstract_state)
-    return steps.number_of(path), restored
-
-  restore = lambda: choose.read(workdir, step, read)
+  restore = lambda: choose.read(
+    workdir,
+    step,
+    lambda path: restoring.restore_step(path, setup.abstract_state),
+  )
   if step is not None or ranks.store_agn(config) is None:
     number, state = restore()
   else:

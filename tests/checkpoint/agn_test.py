@@ -4,15 +4,16 @@ import dataclasses
 import functools
 import logging
 
+import checkpoint_states as states
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard import checkpoint
 
 P = jax.sharding.PartitionSpec
 X = np.random.default_rng(0).normal(size=(8, 16, 2)).astype(np.float32)
@@ -90,57 +91,25 @@ def after_seven(*wrappers):
   return trained(create(8, *wrappers), 8, 7)
 
 
-def save(path, state, step=7):
-  with checkpoint.Checkpointer(path) as checkpointer:
-    checkpointer.save(step, state)
-
-
-def restore(path, state, step=None):
-  # A new manager, as in a new process.
-  with checkpoint.Checkpointer(path) as checkpointer:
-    return checkpointer.restore(state, step)
-
-
-def assert_trees_equal(given, wanted):
-  assert jax.tree.structure(given) == jax.tree.structure(wanted)
-  jax.tree.map(np.testing.assert_array_equal, given, wanted)
-
-
 def assert_plain_equal(given, wanted):
   for field in ("step", "params", "opt_state", "batch_stats"):
-    a, b = getattr(given, field), getattr(wanted, field)
-    assert_trees_equal(jax.device_get(a), jax.device_get(b))
-
-
-def assert_lies_like(given, wanted):
-  for (path, a), b in zip(
-    jax.tree_util.tree_leaves_with_path(given),
-    jax.tree.leaves(wanted),
-    strict=True,
-  ):
-    assert a.sharding == b.sharding, jax.tree_util.keystr(path)
-    assert a.dtype == b.dtype and not a.weak_type
+    assert_trees_equal(getattr(given, field), getattr(wanted, field))
 
 
 def assert_begins_at_center(state, replicas, *, count, local_step, commits):
   """Every replica of AGN is where `state` is, and has accumulated nothing."""
   agn = state.wrapper_states["agn"]
-  spread = lambda tree: jax.tree.map(
-    lambda x: np.broadcast_to(x, (replicas, *x.shape)), jax.device_get(tree)
-  )
-  assert_trees_equal(jax.device_get(agn.local_params), spread(state.params))
   adam, center = agn.local_opt_state[0], state.opt_state[0]
-  assert_trees_equal(jax.device_get(adam.mu), spread(center.mu))
-  assert_trees_equal(jax.device_get(adam.nu), spread(center.nu))
+  for own, one in (
+    (agn.local_params, state.params),
+    ((adam.mu, adam.nu), (center.mu, center.nu)),
+    (agn.grad_accum, jax.tree.map(jnp.zeros_like, state.params)),
+    (agn.collections["batch_stats"], state.batch_stats),
+  ):
+    spread = lambda x: np.broadcast_to(x, (replicas, *x.shape))
+    assert_trees_equal(own, jax.tree.map(spread, jax.device_get(one)))
   assert adam.count.tolist() == [count] * replicas
-  assert_trees_equal(
-    jax.device_get(agn.grad_accum),
-    spread(jax.tree.map(np.zeros_like, jax.device_get(state.params))),
-  )
   assert (int(agn.local_step), int(agn.commits)) == (local_step, commits)
-  assert_trees_equal(
-    jax.device_get(agn.collections["batch_stats"]), spread(state.batch_stats)
-  )
 
 
 def messages(caplog, level=logging.WARNING):
@@ -149,11 +118,6 @@ def messages(caplog, level=logging.WARNING):
     for r in caplog.records
     if r.name.startswith("flaxshard") and r.levelno >= level
   ]
-
-
-@pytest.fixture
-def path(tmp_path):
-  return tmp_path / "checkpoints"
 
 
 # Exact resume.
@@ -166,18 +130,18 @@ def path(tmp_path):
   [(fs.AGN(3),), (SCALED, OUTER)],
   ids=["sequential", "outer"],
 )
-def test_resuming_in_mid_period_is_exact(path, wrappers, caplog):
+def test_resuming_in_mid_period_is_exact(tmp_path, wrappers, caplog):
   state = after_seven(*wrappers)
   agn = state.wrapper_states["agn"]
   assert (int(agn.local_step), int(agn.commits)) == (7, 2)
   for tree in (agn.local_params, agn.grad_accum, agn.collections):
     last = np.asarray(jax.tree.leaves(tree)[-1])
     assert not (last[0] == last[1]).any()  # the replicas differ
-  save(path, state)
+  states.write_ours(tmp_path, state)
   fresh = create(8, *wrappers, seed=1)
-  restored = restore(path, fresh)
+  restored = fs.checkpoint.restore(tmp_path, fresh)
   assert_trees_equal(restored, state)
-  assert_lies_like(restored, fresh)
+  states.assert_lies_like(restored, fresh)
   assert_trees_equal(trained(restored, 8, 3), trained(state, 8, 3))
   assert messages(caplog) == []
 
@@ -185,24 +149,25 @@ def test_resuming_in_mid_period_is_exact(path, wrappers, caplog):
 # Another number of replicas.
 
 
-def test_restores_eight_replicas_as_one_and_back(path, caplog):
+def test_restores_eight_replicas_as_one_and_back(tmp_path, caplog):
   state = after_seven(SCALED, MEAN)
-  save(path, state)
+  states.write_ours(tmp_path, state)
   fresh = create(None, SCALED, MEAN, seed=1)
-  one = restore(path, fresh)
+  one = fs.checkpoint.restore(tmp_path, fresh)
   assert_plain_equal(one, state)
   assert_begins_at_center(one, 1, count=7, local_step=6, commits=2)
   assert "shape (8, 2), where (1, 2) is" in messages(caplog)[0]
   one = trained(one, None, 5)
   assert int(one.wrapper_states["agn"].commits) == 3
-  save(path, one, 12)
-  caplog.clear()
-  eight = restore(path, create(8, SCALED, MEAN, seed=1))
+  states.write_ours(tmp_path / "one", one)
+  fresh = states.abstract(create(8, SCALED, MEAN))
+  eight = fs.checkpoint.restore(tmp_path / "one", fresh)
+  states.assert_lies_like(eight, fresh)
   assert_begins_at_center(eight, 8, count=12, local_step=9, commits=3)
 
 
 @pytest.mark.slow
-def test_restores_replicas_of_several_logical_devices(path):
+def test_restores_replicas_of_several_logical_devices(tmp_path):
   def create_split(replicas, model, seed):
     strategy = fs.Strategy(mesh_shape={"replica": replicas, "model": model})
     w = np.random.default_rng(seed).normal(size=(3, 8)).astype(np.float32)
@@ -216,10 +181,10 @@ def test_restores_replicas_of_several_logical_devices(path):
     )
 
   state = create_split(4, 2, 0)
-  save(path, state)
+  states.write_ours(tmp_path, state)
   fresh = create_split(2, 4, 1)
-  restored = restore(path, fresh)
-  assert_lies_like(restored, fresh)
+  restored = fs.checkpoint.restore(tmp_path, fresh)
+  states.assert_lies_like(restored, fresh)
   local = restored.wrapper_states["agn"].local_params["w"]
   assert local.sharding.spec == P("replica", None, "model")
   assert {s.data.shape for s in local.addressable_shards} == {(1, 3, 2)}

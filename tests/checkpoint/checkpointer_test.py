@@ -1,210 +1,327 @@
-"""Checkpointer: saves states, restores them, and refuses wrong ones."""
+"""Checkpointer: saves states and positions in the data, and restores them."""
 
-import functools
+import json
 import logging
 import os
 
-import flax.linen as nn
+import checkpoint_states as states
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import v1 as ocp_v1
 import pytest
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard import checkpoint
-
-P = jax.sharding.PartitionSpec
-X = np.array([[1.0, 2.0], [-0.5, 0.25]], np.float32)
-
-
-class Normed(nn.Module):
-  features: int = 3
-
-  @nn.compact
-  def __call__(self, x, train=True):
-    x = nn.BatchNorm(use_running_average=not train)(x)
-    return nn.Dense(self.features)(x)
-
-
-MODEL = Normed()
-TX = optax.adam(0.125)
-
-
-@functools.cache
-def _initialized(model, tx, wrappers, seed):
-  return fs.create_train_state(
-    model, jax.random.key(seed), X, tx, wrappers=wrappers
-  )
-
-
-def create(model=MODEL, tx=TX, wrappers=(), seed=0):
-  # A copy, because one test donates it.
-  return jax.tree.map(jnp.copy, _initialized(model, tx, tuple(wrappers), seed))
-
-
-def dynamic():
-  return [fs.LossScale("dynamic")]
+from flaxshard import data
 
 
 @jax.jit
-def _train_step(state):
-  grads = jax.tree.map(lambda p: p + 1.0, state.params)
-  batch_stats = jax.tree.map(lambda s: s + 0.5, state.batch_stats)
-  return state.apply_gradients(grads=grads, batch_stats=batch_stats)
+def step(state, factor=1.0):
+  grads = jax.tree.map(
+    lambda p: ((p + 1) * factor).astype(p.dtype), state.params
+  )
+  return state.apply_gradients(grads=grads)
 
 
-def trained(state, steps=3):
-  """Takes some steps, after which no leaf has its initial value."""
-  for _ in range(steps):
-    state = _train_step(state)
-  return state
+# One state.
 
 
-def assert_plain_equal(a, b):
-  """Compares step, parameters, optimizer state and batch statistics."""
-  for field in ("step", "params", "opt_state", "batch_stats"):
-    assert_trees_equal(getattr(a, field), getattr(b, field))
-
-
-def save(path, state, step=3, **kwargs):
-  with checkpoint.Checkpointer(path) as checkpointer:
-    checkpointer.save(step, state, **kwargs)
-
-
-def restore(path, state, step=None, **kwargs):
-  # A new manager, as in a new process.
-  with checkpoint.Checkpointer(path) as checkpointer:
-    return checkpointer.restore(state, step, **kwargs)
-
-
-@pytest.fixture
-def path(tmp_path):
-  return tmp_path / "checkpoints"
-
-
-# Saving and restoring.
-
-
-def test_state_is_restored_bit_for_bit(path):
-  wrappers = dynamic()
-  state = trained(create(wrappers=wrappers))
-  # A skipped step, so that no counter has its initial value.
-  grads = jax.tree.map(lambda p: p * jnp.nan, state.params)
-  state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+def test_state_is_restored_bit_for_bit(tmp_path):
+  # A step is skipped, so that no counter has its initial value.
+  state = step(step(states.our_state("loss_scale")), jnp.nan)
   scale = state.wrapper_states["loss_scale"]
   assert (float(scale.scale), int(scale.skipped_steps)) == (2.0**14, 1)
-  save(path, state)
-  fresh = create(wrappers=wrappers, seed=1)
-  restored = restore(path, fresh)
-  assert int(restored.step) == 3
+  states.write_ours(tmp_path, state)
+  fresh = states.our_state("loss_scale")
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    restored = checkpointer.restore(fresh)
   assert type(restored) is type(fresh)
   assert restored.tx is fresh.tx
-  assert restored.apply_fn == fresh.apply_fn
-  assert restored.wrappers == tuple(wrappers)
-  assert_plain_equal(restored, state)
-  assert_trees_equal(restored.wrapper_states, state.wrapper_states)
+  assert restored.wrappers == fresh.wrappers
+  assert_trees_equal(restored, state)
   # The state given to `restore` is not changed.
   assert int(fresh.step) == 0
-  assert_plain_equal(trained(restored, 1), trained(state, 1))
+  assert_trees_equal(step(restored), step(state))
 
 
-def test_state_can_be_donated_once_save_returns(path):
-  state = create(wrappers=dynamic())
-  wanted = jax.device_get((state.params, state.batch_stats))
-  with checkpoint.Checkpointer(path) as checkpointer:
+def test_state_can_be_donated_once_save_returns(tmp_path):
+  state = states.weights(2.0)
+  with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, state)
     overwrite = jax.jit(
       lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0
     )
     jax.block_until_ready(overwrite(state))
-  restored = restore(path, create(wrappers=dynamic(), seed=1))
-  assert_trees_equal((restored.params, restored.batch_stats), wanted)
+  restored = fs.checkpoint.restore(tmp_path, states.weights())
+  assert_trees_equal(restored, states.weights(2.0))
 
 
-def test_leaving_the_context_with_an_error_waits_for_the_save(path):
-  with pytest.raises(KeyError), checkpoint.Checkpointer(path) as checkpointer:
-    checkpointer.save(1, create())
+def test_leaving_the_context_with_an_error_waits_for_the_save(tmp_path):
+  with pytest.raises(KeyError), fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, states.weights(2.0))
     raise KeyError
-  assert_plain_equal(restore(path, create(seed=1)), create())
+  restored = fs.checkpoint.restore(tmp_path, states.weights())
+  assert_trees_equal(restored, states.weights(2.0))
 
 
-# Saving a step that exists.
-
-
-def test_saving_a_step_again_returns_false_and_logs(path, caplog):
-  state = create(wrappers=dynamic())
-  with checkpoint.Checkpointer(path) as checkpointer:
+def test_saving_a_step_again_returns_false_and_logs(tmp_path, caplog):
+  state = states.weights()
+  with fs.Checkpointer(tmp_path) as checkpointer:
     assert checkpointer.save(1, state) is True
     # While the first save still runs, and after it.
     with caplog.at_level(logging.INFO, "flaxshard"):
       assert checkpointer.save(1, state) is False
-    assert f"step 1 has been saved in {path} already" in caplog.text
+    assert f"step 1 has been saved in {tmp_path} already" in caplog.text
     assert checkpointer.save(2, state)
     # An earlier step, too.
     assert checkpointer.save(1, state) is False
 
 
-@pytest.mark.slow
-def test_unplaced_leaves_are_restored_on_the_mesh_of_the_others(path):
-  # Only the parameters are sharded. The optimizer's count is restored as a
-  # committed array, which must not be committed to the first device.
-  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
-  split = jax.sharding.NamedSharding(mesh, P("replica"))
-  params = {"w": jax.device_put(jnp.arange(16.0), split)}
-  make = lambda p: fs.TrainState.create(
-    apply_fn=None, params=p, tx=TX, wrappers=dynamic()
-  )
-  state = make(params).apply_gradients(grads=params)
-  save(path, state)
-  fresh = make(jax.tree.map(jnp.zeros_like, params))
-  restored = restore(path, fresh)
-  assert restored.params["w"].sharding == split
-  for leaf in jax.tree.leaves(restored):
-    assert len(leaf.devices()) == 8
-  new_state = jax.jit(lambda s: s.apply_gradients(grads=s.params))(restored)
-  wanted = state.apply_gradients(grads=state.params)
-  np.testing.assert_allclose(new_state.params["w"], wanted.params["w"])
-
-
-# Paths that a user gives: of steps, of a workdir, of one step.
-
-
 def test_workdir_directory_of_steps_and_step_are_restored(tmp_path):
   steps = tmp_path / "checkpoints"
   # Saved in the workdir, which has its steps in `checkpoints` already.
-  save(steps, trained(create(), 3), 3)
-  save(tmp_path, trained(create(), 4), 4)
+  states.write_ours(steps, states.weights(3), 3)
+  states.write_ours(tmp_path, states.weights(4), 4)
   assert sorted(os.listdir(steps)) == ["3", "4"]
   assert os.listdir(tmp_path) == ["checkpoints"]
-  for path, step, wanted in (
+  for path, number, wanted in (
     (tmp_path, None, 4),
     (tmp_path, 3, 3),
     (steps, None, 4),
     (steps / "3", None, 3),
     (os.path.relpath(steps / "3"), 3, 3),
   ):
-    restored = fs.checkpoint.restore(path, create(), step)
-    assert_plain_equal(restored, trained(create(), wanted))
-  assert int(restore(tmp_path, create()).step) == 4
+    restored = fs.checkpoint.restore(path, states.weights(), number)
+    assert_trees_equal(restored, states.weights(wanted))
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    assert_trees_equal(
+      checkpointer.restore(states.weights()), states.weights(4)
+    )
 
 
-def test_all_dtypes_are_restored(path):
-  params = {
-    "half": jnp.array([1.0, 2.0**-24], jnp.float16),
-    "brain": jnp.array([3.0, 1e30], jnp.bfloat16),
-    "tiny": jnp.array([0.5, -448.0], jnp.float8_e4m3fn),
-    "count": jnp.array([1, -(2**31)], jnp.int32),
-    "flag": jnp.array([True, False]),
-    "complex": jnp.array(1 + 2j, jnp.complex64),
-    "numpy": np.float32(2),
-    "none": None,
+# The position in the data.
+
+
+def take(iterator, count):
+  return [next(iterator)["labels"].tolist() for _ in range(count)]
+
+
+def make_iterator():
+  numbers = np.arange(12)
+  source = data.Arrays(numbers * 2.0, numbers)
+  splits = data.Splits(source, source, num_classes=12)
+  return data.train_iterator(splits, batch_size=5, seed=0)
+
+
+def test_data_continues_from_the_saved_position(tmp_path):
+  whole = take(make_iterator(), 9)
+  iterator = make_iterator()
+  iterator.start_prefetch()
+  assert take(iterator, 4) == whole[:4]
+  position = iterator.get_state()
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(4, states.weights(2.0), data=iterator)
+    # The save is asynchronous, its position that of the call.
+    assert take(iterator, 2) == whole[4:6]
+  (file,) = (tmp_path / "4" / "input_iterator").glob("*.json")
+  assert json.loads(file.read_text()) == position  # as Grain does
+  fresh = make_iterator()
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    restored = checkpointer.restore(states.weights(), data=fresh)
+    assert take(fresh, 5) == whole[4:]
+    # The state alone, too.
+    assert_trees_equal(checkpointer.restore(states.weights()), restored)
+  assert_trees_equal(restored, states.weights(2.0))
+
+
+class Counter:
+  """A custom iterator that has only a position."""
+
+  def __init__(self, state):
+    self.state = state
+
+  def get_state(self):
+    return self.state
+
+  def set_state(self, state):
+    self.state = state
+
+
+@pytest.mark.parametrize("position", [{"next": [1, 2]}, b"\x00 bytes"])
+def test_custom_iterator_is_restored(tmp_path, position):
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, states.weights(), data=Counter(position))
+    counter = Counter(b"" if isinstance(position, bytes) else None)
+    checkpointer.restore(states.weights(), data=counter)
+  assert counter.state == position
+
+
+# Several states, as of a GAN.
+
+
+def make_two():
+  return {
+    "generator": states.weights(
+      3.0, wrappers=[fs.LossScale("dynamic"), fs.EMA(0.5)]
+    ),
+    "discriminator": states.weights(4.0, wrappers=[], size=4),
   }
-  create_from = lambda p: fs.TrainState.create(
-    apply_fn=None, params=p, tx=optax.set_to_zero(), wrappers=dynamic()
+
+
+def test_states_by_name(tmp_path):
+  saved = make_two()
+  for name, steps in (("generator", 1), ("discriminator", 2)):
+    for _ in range(steps):
+      saved[name] = step(saved[name])
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    assert checkpointer.save(7, saved)
+    restored = checkpointer.restore(make_two())
+    assert not checkpointer.save(7, restored)
+    with pytest.raises(ValueError, match="was saved from another state"):
+      checkpointer.save(7, make_two())
+  assert list(restored) == ["generator", "discriminator"]
+  for name in saved:
+    assert_trees_equal(restored[name], saved[name])
+  # Some of them, and into another stack of wrappers.
+  other = {"generator": states.weights(wrappers=[fs.EMA(0.5)])}
+  other = fs.checkpoint.restore(tmp_path, other)["generator"]
+  assert_trees_equal(other.params, saved["generator"].params)
+  average = saved["generator"].wrapper_states["ema"]
+  assert_trees_equal(other.wrapper_states["ema"], average)
+  # A plain program reads a dict of plain states.
+  plain = {name: s.without_wrappers() for name, s in saved.items()}
+  with ocp.CheckpointManager(tmp_path) as manager:
+    found = manager.restore(7, args=ocp.args.StandardRestore(plain))
+  assert_trees_equal(jax.tree.map(np.asarray, found), plain)
+  # Other states.
+  for wanted, error, facts in (
+    (states.weights(), ValueError, ["step"]),
+    ({"critic": states.weights()}, ValueError, ["step"]),
+    ({"generator": states.weights(size=4)}, ValueError, ["params/w", "(4,)"]),
+    ({"generator": {"w": jnp.ones(2)}}, TypeError, ["TrainState"]),
+    ({}, TypeError, ["TrainState"]),
+  ):
+    with pytest.raises(error) as e:
+      fs.checkpoint.restore(tmp_path, wanted)
+    assert all(fact in str(e.value) for fact in facts), str(e.value)
+
+
+# Rows of tables, within a period of Accumulate.
+
+DENSE = optax.sgd(0.1)
+ROWS = fs.sparse_rows(DENSE, ["table"])
+IDS = np.array([[0, 3, 3, 5], [1, 3, 0, 0], [7, 3, 9, 0]], np.int32)
+
+
+@pytest.mark.slow
+def test_runs_with_and_without_rows_continue_each_other(tmp_path):
+  strategy = fs.Strategy(devices=jax.devices()[:2])
+  run = strategy.jit(
+    lambda state, ids: state.minimize(
+      lambda p: (p["table"][ids] @ p["w"]).mean()
+    )
   )
-  save(path, create_from(params))
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  restored = restore(path, create_from(zeros))
-  assert_trees_equal(restored.params, params)
+  params = {"table": np.ones((12, 2), np.float32), "w": np.ones(2, np.float32)}
+  create = lambda tx: fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=tx,
+    wrappers=[fs.Accumulate(3)],
+    strategy=strategy,
+  )
+
+  def train(state, batches):
+    for ids in batches:
+      state, _ = run(state, strategy.shard_batch(ids))
+    return state
+
+  expected = train(create(DENSE), IDS)
+  for i, (first, then) in enumerate(
+    ((DENSE, ROWS), (ROWS, DENSE), (ROWS, ROWS))
+  ):
+    states.write_ours(tmp_path / str(i), train(create(first), IDS[:2]))
+    restored = fs.checkpoint.restore(tmp_path / str(i), create(then))
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7),
+      train(restored, IDS[2:]).params,
+      expected.params,
+    )
+
+
+# Managers of Orbax.
+
+
+def test_plain_item_names_the_item_of_the_train_state(tmp_path):
+  state = states.change_leaves(states.flax_state())
+  with ocp.CheckpointManager(tmp_path) as manager:
+    manager.save(
+      3,
+      args=ocp.args.Composite(
+        train=ocp.args.StandardSave(state),
+        other=ocp.args.StandardSave({"x": jnp.ones(1)}),
+      ),
+    )
+  restored = fs.checkpoint.restore(
+    tmp_path, states.our_state("none"), plain_item="train"
+  )
+  states.assert_same(states.plain_fields(restored), states.plain_fields(state))
+  # A Checkpointer cannot read it, and does not rename it.
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(ValueError, match="only 'other', 'train': plain_item"):
+      checkpointer.restore(restored)
+    assert checkpointer.save(4, restored)
+    assert checkpointer.all_steps() == [3, 4]
+
+
+def test_custom_manager_saves_and_restores(tmp_path):
+  state = states.weights(2.0)
+  options = ocp.CheckpointManagerOptions(
+    step_prefix="step", step_format_fixed_length=6
+  )
+  with ocp.CheckpointManager(tmp_path, options=options) as manager:
+    for number in (1, 20):
+      manager.save(
+        number,
+        args=ocp.args.Composite(
+          **fs.checkpoint.save_args(state.replace(step=jnp.int32(number))),
+          more=ocp.args.JsonSave({"a": 1}),
+        ),
+      )
+      # `restore` waits for the save that still runs.
+      restored = fs.checkpoint.restore(manager, states.weights())
+      assert_trees_equal(restored, state.replace(step=jnp.int32(number)))
+    assert int(fs.checkpoint.restore(manager, state, 1).step) == 1
+  assert (tmp_path / "step_000020" / "wrappers").is_dir()
+  assert int(fs.checkpoint.restore(str(tmp_path), state).step) == 20
+  state = states.change_leaves(states.flax_state())
+  with ocp_v1.training.Checkpointer(tmp_path / "v1") as checkpointer:
+    checkpointer.save(states.STEP, state)
+    restored = fs.checkpoint.restore(checkpointer, states.our_state("none"))
+  states.assert_same(states.plain_fields(restored), states.plain_fields(state))
+
+
+def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
+  state = states.change_leaves(states.our_state("loss_scale"))
+  states.write_own_manager(tmp_path, state)
+  template = jax.tree.map(
+    ocp.utils.to_shape_dtype_struct, state.without_wrappers()
+  )
+  handlers = fs.checkpoint.item_handlers()
+  with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+    read = manager.restore(
+      states.STEP,
+      args=ocp.args.Composite(
+        default=ocp.args.StandardRestore(template),
+        wrappers=ocp.args.PyTreeRestore(),
+      ),
+    )
+    states.assert_same(
+      states.plain_fields(read["default"]), states.plain_fields(state)
+    )
+    scale = read["wrappers"]["loss_scale"]["scale"]
+    assert scale == state.wrapper_states["loss_scale"].scale
+    manager.save(states.STEP + 1, args=fs.checkpoint.save_args(state))
+  assert (tmp_path / str(states.STEP + 1) / "wrappers").is_dir()

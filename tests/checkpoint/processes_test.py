@@ -278,7 +278,7 @@ with fs.Checkpointer(path, digests=False) as checkpointer:
   # that refuses the position in process 1.
   for step, is_global, fact in (
       (1, False, "of 1 processes, and this program has 2: "),
-      (2, True, "different positions of 2 processes"),
+      (2, True, "of 2 processes, and this program has 2: "),
       (4, False, "no such position")):
     message = error_of_any(lambda: position_at(step, is_global=is_global))
     assert message and fact in message, (rank, step, message)

@@ -1,0 +1,88 @@
+"""A barrier for Orbax's saves that passes in all processes when one fails."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+
+import jax
+import orbax.checkpoint as ocp
+
+from flaxshard.core import multihost
+
+# Every process creates its barriers in the same order.
+_barrier_numbers = itertools.count()
+
+
+class OtherProcessError(RuntimeError):
+  """A save has failed in another process; the message has its error."""
+
+
+class SaveBarrier:
+  """A barrier for Orbax's background threads that passes when a save fails.
+
+  Orbax calls it several times in each save, through
+  `AsyncOptions.barrier_sync_fn`. A process whose part of a save fails skips
+  the next of those barriers, at which the other processes would wait for
+  `AsyncOptions.timeout_secs`, and goes on to the last ones, with its error in
+  flight. Therefore the calls are numbered in each process, and all processes
+  wait at barriers of the same number, whatever Orbax names them. An error is
+  published before the process waits, so after the barrier all processes see it
+  and raise it: the save fails in all of them.
+  """
+
+  def __init__(self) -> None:
+    self._name = f"flaxshard/save_barrier/{next(_barrier_numbers)}"
+    self._save = 0  # number of the save, equal in all processes
+    self._calls = itertools.count()
+    self._caller: int | None = None  # the thread that calls `save`
+    self._errors = ""  # of all processes, once the save has failed
+    self._lock = threading.Lock()
+
+  def start_save(self) -> None:
+    """Prepares for the next save; called in all processes before it starts."""
+    self._save += 1
+    self._calls = itertools.count()
+    self._caller = threading.get_ident()
+    self._errors = ""
+
+  def __call__(self, *, key: str, timeout_ms: int) -> None:
+    """Waits until all processes have called it equally often in this save.
+
+    Args:
+      key: Orbax's name of the barrier; not used.
+      timeout_ms: Milliseconds to wait at most.
+
+    Raises:
+      OtherProcessError: The save has failed in another process; the message
+        has its number and its error.
+    """
+    del key
+    if jax.process_count() == 1:
+      return
+    # A program may call `save` while it handles an error of its own.
+    in_caller = threading.get_ident() == self._caller
+    error = None if in_caller else sys.exc_info()[1]
+    # Two threads of one process would mix up the numbers.
+    with self._lock:
+      if not self._errors:
+        self._errors = self._exchange_errors(error, timeout_ms)
+    if self._errors and error is None:
+      raise OtherProcessError(self._errors)
+
+  def _exchange_errors(
+    self, error: BaseException | None, timeout_ms: int
+  ) -> str:
+    """Waits at the next barrier; returns the errors published before it."""
+    barrier = f"{self._name}/{self._save}/{next(self._calls)}"
+    client = multihost.coordination_client()
+    if error is not None:
+      process = jax.process_index()
+      client.key_value_set(
+        f"{barrier}/{process}",
+        f"process {process}: {multihost.summarize_error(error)}",
+      )
+    ocp.multihost.get_barrier_sync_fn()(key=barrier, timeout_ms=timeout_ms)
+    published = client.key_value_dir_get(f"{barrier}/")
+    return "; ".join(sorted(text for _, text in published))

@@ -1,0 +1,269 @@
+"""Restored arrays lie where those of the given state lie, on any mesh."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import checkpoint_states as states
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tree_equality import assert_trees_equal
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+TX = optax.adam(0.125)
+SCALED = (fs.LossScale("dynamic"),)
+
+# A layer split over the model axis, one over the replicas (FSDP), one over
+# both, and the kinds of leaves that are easily spoiled.
+SPECS = {
+  "tensor": P(None, "model"),
+  "fsdp": P("replica"),
+  "both": P("replica", "model"),
+  "brain": P("model"),
+  "half": P("replica"),
+}
+
+
+def arrays():
+  rng = np.random.default_rng(0)
+  return dict(
+    params={
+      "tensor": rng.normal(size=(4, 8)).astype(np.float32),
+      "fsdp": rng.normal(size=(8, 4)).astype(np.float32),
+      "both": rng.normal(size=(8, 8)).astype(np.float32),
+      "brain": np.asarray(jnp.asarray(rng.normal(size=8), jnp.bfloat16)),
+      "half": np.asarray([2.0**-24, 0.25] * 4, np.float16),
+      "empty": {},
+    },
+    rngs={
+      "dropout": jax.random.key(5, impl="rbg"),
+      "each": jax.random.split(jax.random.key(6), 8),
+      "unsafe": jax.random.key(7, impl="unsafe_rbg"),
+    },
+    counters={
+      "seen": np.int32(2**31 - 1),
+      "small": np.asarray([-128, 127], np.int8),
+      "mask": np.array([True, False]),
+      "tiny": np.asarray([0.5, -448.0], jnp.float8_e4m3fn),
+      "complex": np.complex64(1 + 2j),
+      "none": {},
+    },
+  )
+
+
+def create(shape, wrappers=SCALED, zeros=False):
+  """Returns a state on a mesh of that shape; None is one device."""
+  fields = arrays()
+  if zeros:
+    fields = jax.tree.map(
+      lambda x: (
+        jax.random.clone(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else np.zeros_like(x)
+      ),
+      fields,
+    )
+  strategy = None
+  if shape is None:
+    fields = jax.tree.map(jnp.asarray, fields)
+  else:
+    strategy = fs.Strategy(
+      devices=jax.devices()[: int(np.prod(shape))],
+      mesh_shape=dict(zip(("replica", "model"), shape, strict=True)),
+    )
+    put = lambda x, *spec: jax.device_put(
+      x, jax.sharding.NamedSharding(strategy.mesh, P(*spec))
+    )
+    fields["params"] = {
+      name: put(x, *SPECS[name]) if name in SPECS else x
+      for name, x in fields["params"].items()
+    }
+    fields["rngs"]["each"] = put(fields["rngs"]["each"], "replica")
+  return fs.TrainState.create(
+    apply_fn=None, tx=TX, wrappers=wrappers, strategy=strategy, **fields
+  )
+
+
+@jax.jit
+def step(state):
+  loss = lambda p: sum(
+    jnp.sum(jnp.asarray(x, jnp.float32) ** 2) for x in jax.tree.leaves(p)
+  )
+  return state.minimize(loss)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """Returns the path of a saved state on 4x2 devices, and the state."""
+  state = create((4, 2))
+  taken = step(state)
+  # The compiled step may choose other shardings.
+  state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), taken, state)
+  path = tmp_path_factory.mktemp("placement") / "checkpoints"
+  states.write_ours(path, state)
+  return path, state
+
+
+@pytest.mark.parametrize(
+  ("shape", "wrappers"),
+  [
+    pytest.param((2, 4), SCALED, marks=pytest.mark.slow),
+    ((4, 2), ()),
+    (None, (*SCALED, fs.AGN(2, commit="mean"))),
+  ],
+  ids=str,
+)
+def test_restores_on_another_mesh_and_back(saved, shape, wrappers, tmp_path):
+  path, state = saved
+  fresh = create(shape, wrappers, zeros=True)
+  restored = fs.checkpoint.restore(path, fresh)
+  for name in ("step", "params", "opt_state", "rngs", "counters"):
+    assert_trees_equal(getattr(restored, name), getattr(state, name))
+  if wrappers:
+    assert_trees_equal(
+      restored.wrapper_states["loss_scale"], state.wrapper_states["loss_scale"]
+    )
+  if shape is not None:
+    states.assert_lies_like(restored, fresh)
+  # Into shapes and shardings alone, too.
+  given = fs.checkpoint.restore(path, states.abstract(fresh))
+  assert_trees_equal(given, restored)
+  states.assert_lies_like(given, restored)
+  # Back on the first mesh.
+  states.write_ours(tmp_path / "back", restored)
+  again = fs.checkpoint.restore(tmp_path / "back", create((4, 2), zeros=True))
+  states.assert_lies_like(again, state)
+  for name in ("step", "params", "opt_state", "rngs", "counters"):
+    assert_trees_equal(getattr(again, name), getattr(state, name))
+
+
+@pytest.mark.slow
+def test_unplaced_leaves_are_restored_on_the_mesh_of_the_others(tmp_path):
+  # Only the parameters are sharded. The optimizer's count is restored as a
+  # committed array, which must not be committed to the first device.
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+  split = jax.sharding.NamedSharding(mesh, P("replica"))
+  params = {"w": jax.device_put(jnp.arange(16.0), split)}
+  make = lambda p: fs.TrainState.create(
+    apply_fn=None, params=p, tx=TX, wrappers=SCALED
+  )
+  state = make(params).apply_gradients(grads=params)
+  states.write_ours(tmp_path, state)
+  fresh = make(jax.tree.map(jnp.zeros_like, params))
+  restored = fs.checkpoint.restore(tmp_path, fresh)
+  assert restored.params["w"].sharding == split
+  for leaf in jax.tree.leaves(restored):
+    assert len(leaf.devices()) == 8
+  new_state = jax.jit(lambda s: s.apply_gradients(grads=s.params))(restored)
+  wanted = state.apply_gradients(grads=state.params)
+  np.testing.assert_allclose(new_state.params["w"], wanted.params["w"])
+
+
+def test_fresh_leaves_share_no_memory_with_those_that_were_read(saved):
+  path, state = saved
+  wrappers = (*SCALED, fs.EMA(0.5))
+  given = fs.checkpoint.restore(path, states.abstract(create((4, 2), wrappers)))
+  step = jax.jit(
+    lambda s: s.minimize(lambda p: (p["tensor"] ** 2).sum())[0],
+    donate_argnums=0,
+  )
+  assert int(step(given).step) == int(state.step) + 1
+
+
+# Prints how much memory a restore takes at its peak beyond that before it.
+_PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import flaxshard as fs
+
+directory, kind, *numbers = sys.argv[1:]
+devices, leaves, megabytes = map(int, numbers)
+P = jax.sharding.PartitionSpec
+strategy = fs.Strategy() if devices > 1 else None
+
+def create(read=lambda shape: np.zeros(shape, np.float32), size=megabytes):
+  shape = (8, size * 2**20 // 32)
+  params = {f"w{i}": read(shape) for i in range(leaves)}
+  if strategy:
+    sharding = jax.sharding.NamedSharding(strategy.mesh, P("replica"))
+    params = jax.tree.map(lambda x: jax.device_put(x, sharding), params)
+  return fs.TrainState.create(
+    apply_fn=None, params=params, tx=optax.sgd(0.1),
+    wrappers=[fs.LossScale("dynamic")], strategy=strategy)
+
+def peak():
+  lines = open("/proc/self/status").read().splitlines()
+  (line,) = [line for line in lines if line.startswith("VmHWM")]
+  return int(line.split()[1]) / 1024
+
+if kind == "save":
+  random = np.random.default_rng(0)
+  state = create(lambda shape: random.random(shape, np.float32))
+  with fs.Checkpointer(directory) as checkpointer:
+    checkpointer.save(1, state)
+else:
+  with fs.Checkpointer(directory + "_small") as checkpointer:
+    # What is imported and compiled once does not count.
+    checkpointer.save(1, create(size=1))
+    checkpointer.restore(create(size=1))
+  large = lambda shape: (shape[0], shape[1] * megabytes) if shape else ()
+  state = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      large(x.shape), x.dtype, sharding=x.sharding),
+    create(size=1))
+  with fs.Checkpointer(directory) as checkpointer:
+    open("/proc/self/clear_refs", "w").write("5")  # forgets the peak so far
+    before = peak()
+    state = jax.block_until_ready(checkpointer.restore(state))
+  print(peak() - before)
+  random = np.random.default_rng(0)
+  for i in range(leaves):
+    x = state.params[f"w{i}"]
+    np.testing.assert_array_equal(x, random.random(x.shape, np.float32))
+"""
+
+
+def run_program(directory, kind, devices, *numbers):
+  flags = f"--xla_force_host_platform_device_count={devices}"
+  done = subprocess.run(
+    [
+      sys.executable,
+      "-c",
+      _PROGRAM,
+      *map(str, (directory, kind, devices, *numbers)),
+    ],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env={
+      **os.environ,
+      "XLA_FLAGS": flags,
+      # glibc then returns the memory of large arrays at once.
+      "MALLOC_MMAP_THRESHOLD_": "1000000",
+    },
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not pathlib.Path("/proc/self/clear_refs").exists(), reason="needs Linux"
+)
+def test_restoring_needs_the_state_and_two_leaves(tmp_path):
+  devices, leaves, megabytes = 8, 16, 16
+  numbers = (devices, leaves, megabytes)
+  run_program(tmp_path / "checkpoints", "save", *numbers)
+  needed = float(run_program(tmp_path / "checkpoints", "abstract", *numbers))
+  # One leaf is in memory twice more: as on disk, and as it was read. The memory
+  # of a busy machine's threads comes on top.
+  assert needed < (leaves + 6) * megabytes
