@@ -32,8 +32,8 @@ from flaxshard.partitioning import compile_only
 
 _log = logging.getLogger(__name__)
 
-# How often, and in how many seconds, the files of a failed save are removed.
-_REMOVALS, _REMOVAL_SECONDS = 50, 1.0
+# How often it is tried to remove the files of a failed save.
+_REMOVALS = 50
 
 
 class SaveError(RuntimeError):
@@ -408,11 +408,12 @@ class Checkpointer:
     # In a bucket it is no step without its last file.
     if jax.process_index() == 0 and not files_lib.is_bucket(self.directory):
       path = steps.unfinished(self.directory, step)
-      # TensorStore finishes the writes that have begun when one fails, and
-      # creates the directory again for them.
+      # TensorStore finishes the writes it has begun after one has failed.
       for _ in range(_REMOVALS):
         shutil.rmtree(path, ignore_errors=True)
-        time.sleep(_REMOVAL_SECONDS / _REMOVALS)
+        time.sleep(0.01)
+        if not path.exists():
+          break
     # TensorStore appends its whole configuration to the first line.
     reason, _, _ = multihost.summarize_error(error).partition(" [tensorstore_")
     raise SaveError(

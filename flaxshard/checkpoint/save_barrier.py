@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 
 import jax
 import orbax.checkpoint as ocp
@@ -13,6 +14,10 @@ from flaxshard.core import multihost
 
 # Every process creates its barriers in the same order.
 _barrier_numbers = itertools.count()
+
+# Seconds to wait for the other writers of a failed save. Threads of the program
+# itself may be among them, and never end.
+_WRITERS_TIMEOUT = 2.0
 
 
 class OtherProcessError(RuntimeError):
@@ -30,6 +35,10 @@ class SaveBarrier:
   wait at barriers of the same number, whatever Orbax names them. An error is
   published before the process waits, so after the barrier all processes see it
   and raise it: the save fails in all of them.
+
+  Orbax also leaves the other writing threads of a failed save alone. They would
+  write into the directory when it is removed, or when the step is saved again,
+  so the barrier waits for them first.
   """
 
   def __init__(self) -> None:
@@ -37,6 +46,7 @@ class SaveBarrier:
     self._save = 0  # number of the save, equal in all processes
     self._calls = itertools.count()
     self._caller: int | None = None  # the thread that calls `save`
+    self._earlier_threads: set[threading.Thread] = set()
     self._errors = ""  # of all processes, once the save has failed
     self._lock = threading.Lock()
 
@@ -45,6 +55,7 @@ class SaveBarrier:
     self._save += 1
     self._calls = itertools.count()
     self._caller = threading.get_ident()
+    self._earlier_threads = set(threading.enumerate())
     self._errors = ""
 
   def __call__(self, *, key: str, timeout_ms: int) -> None:
@@ -59,17 +70,28 @@ class SaveBarrier:
         has its number and its error.
     """
     del key
-    if jax.process_count() == 1:
-      return
     # A program may call `save` while it handles an error of its own.
     in_caller = threading.get_ident() == self._caller
     error = None if in_caller else sys.exc_info()[1]
+    if error is not None and not self._errors:
+      self._wait_for_writers()
+    if jax.process_count() == 1:
+      return
     # Two threads of one process would mix up the numbers.
     with self._lock:
       if not self._errors:
         self._errors = self._exchange_errors(error, timeout_ms)
     if self._errors and error is None:
       raise OtherProcessError(self._errors)
+
+  def _wait_for_writers(self) -> None:
+    """Waits for the threads that were started since the save started."""
+    deadline = time.monotonic() + _WRITERS_TIMEOUT
+    for thread in threading.enumerate():
+      started = thread not in self._earlier_threads
+      if started and thread is not threading.current_thread():
+        # Orbax's own `join` would raise the error of the thread.
+        threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
   def _exchange_errors(
     self, error: BaseException | None, timeout_ms: int
