@@ -116,7 +116,6 @@ class Checkpointer:
         "reads it."
       )
     self.directory = os.fspath(steps.directory_of_steps(path))
-    checks.one_of("digests", digests, (True, False))
     self._digests = digests and not files_lib.is_bucket(self.directory)
     # Created by the first save: it would create the directory.
     self._manager: ocp.CheckpointManager | None = None
@@ -315,31 +314,35 @@ class Checkpointer:
     metadata = items_lib.metadata(state, step, tuple(items), self._config)
     items[steps.FLAXSHARD] = ocp.args.JsonSave(metadata)
     try:
-      manager = self._open_manager(step)
+      manager = self._open_manager()
       self._barrier.start_save()
       self._saving, self._files = step, files
       try:
         manager.save(step, metrics=metrics, args=ocp.args.Composite(**items))
       except Exception as e:
         self._fail(step, e)
+    except OSError as e:
+      self._fail(step, e)
     except SaveError:
       # In all processes: they create the next one together.
       self._close_manager()
       raise
     return True
 
-  def _open_manager(self, step: int) -> ocp.CheckpointManager:
+  def _open_manager(self) -> ocp.CheckpointManager:
     """Locks the directory, renames damaged steps, and returns the manager."""
-    with multihost.raise_on_all_processes(ValueError, SaveError):
+    with multihost.raise_on_all_processes(ValueError, OSError, SaveError):
       self.wait()
       if self._unlock is None and jax.process_index() == 0:
-        self._lock(step)
+        epath.Path(self.directory).mkdir(parents=True, exist_ok=True)
+        unlock = files_lib.lock("directory", self.directory, reentrant=True)
+        self._unlock = weakref.finalize(self, unlock)
     if self._manager is not None and not self._damaged:
       return self._manager
     # All processes are here: none reads a step that process 0 renames.
-    with multihost.raise_on_all_processes(SaveError):
+    with multihost.raise_on_all_processes(OSError):
       if jax.process_index() == 0:
-        self._rename_damaged(step)
+        self._rename_damaged()
     if self._manager is None:
       self._manager = self._create_manager()
     else:
@@ -349,27 +352,14 @@ class Checkpointer:
     self._damaged.intersection_update(self._others)
     return self._manager
 
-  def _lock(self, step: int) -> None:
-    """Creates the directory and locks it, until the checkpointer is closed."""
-    try:
-      epath.Path(self.directory).mkdir(parents=True, exist_ok=True)
-      unlock = files_lib.lock("directory", self.directory, reentrant=True)
-    except OSError as e:
-      self._fail(step, e)
-    self._unlock = weakref.finalize(self, unlock)
-
-  def _rename_damaged(self, new_step: int) -> None:
+  def _rename_damaged(self) -> None:
     found, damaged = choose.look(self.directory)
-    for step in sorted(damaged | self._damaged & found.keys()):
+    for step in sorted(damaged | (self._damaged & found.keys())):
       path = found[step]
-      if path.name != str(step):
-        continue  # of another program
-      new_path = path.with_name(f"{path.name}.damaged")
-      try:
+      if path.name == str(step):  # not of another program
+        new_path = path.with_name(f"{path.name}.damaged")
         path.rename(new_path)
-      except OSError as e:
-        self._fail(new_step, e)
-      _log.warning("%s is damaged: renamed to %s", path, new_path)
+        _log.warning("%s is damaged: renamed to %s", path, new_path)
 
   def _create_manager(self) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
@@ -485,6 +475,7 @@ class Checkpointer:
 _checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
+@atexit.register
 def _finish_saves() -> None:
   """Says at the end of the program if the last save did not reach the disk.
 
@@ -495,11 +486,7 @@ def _finish_saves() -> None:
       checkpointer.wait()
     except SaveError as e:
       _log.error(
-        "the last checkpoint is lost, as the program ended before it was "
-        "written: leave the `with` block of the Checkpointer, or call its "
-        "`wait`. %s",
+        "the last checkpoint is lost: %s\nA program waits for its last save if "
+        "it leaves the `with` block of the Checkpointer, or calls `wait`.",
         e,
       )
-
-
-atexit.register(_finish_saves)

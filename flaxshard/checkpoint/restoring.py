@@ -23,7 +23,6 @@ from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import items
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import steps
-from flaxshard.checkpoint import wrapper_states
 from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.checkpoint.reader import WRAPPER_STATES
@@ -33,6 +32,7 @@ from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
@@ -214,7 +214,8 @@ class _Plan:
     # the optimizer's slots in a train state, says more than a slot.
     self._wanted = trees.leaves_by_path(self._template)
     self._sources = sources(saved, self._wanted)
-    self._new: dict[Path, wrapper_states.NewState] = {}
+    # Wrappers that make a new state, and how the saved one differs.
+    self._new: list[tuple[base.Base, str | None]] = []
     for wrapper in state.wrappers:
       self._plan_wrapper(wrapper)
     self._check_others()
@@ -245,9 +246,7 @@ class _Plan:
     else:
       for path in wanted:
         self._sources.pop((*at, *path), None)
-    self._new[at] = wrapper_states.NewState(
-      wrapper, self._template.wrapper_states[name], saved, difference
-    )
+    self._new.append((wrapper, difference))
 
   def _check_others(self) -> None:
     """Raises a ValueError unless all other leaves are there, and no more."""
@@ -270,10 +269,11 @@ class _Plan:
         has[path] = leaf
     for what in sorted(left):
       self._note(f"it has {what}: left alone")
+    new = [(WRAPPER_STATES, base.name_of(wrapper)) for wrapper, _ in self._new]
     wanted = {
       path: x
       for path, x in self._wanted.items()
-      if path in has or path[:2] not in self._new
+      if path in has or path[:2] not in new
     }
     if difference := _difference(has, wanted):
       raise ValueError(
@@ -299,25 +299,76 @@ class _Plan:
       wrapper_states={},
       new_collections={},
     )
-    for at, new in self._new.items():
-      useful = new.of_any_replicas(self._template.step.sharding)
-      saved = reader.read(self._where, useful)
-      made = trees.leaves_by_path(new.make(self._state.tx, target, saved))
-      if new.difference:
-        dropped = {path[0]: None for path in made if path not in saved}
-        _log.warning(
-          "%s has another state of wrapper %r, as for other replicas: %s. It "
-          "begins at the restored parameters. Dropped are %s.",
-          self._where,
-          at[1],
-          new.difference,
-          ", ".join(dropped),
-        )
-      leaves = {(*at, *path): x for path, x in made.items()} | leaves
+    for wrapper, difference in self._new:
+      leaves = self._new_state(wrapper, difference, target) | leaves
     # Orbax returns arrays that are complete; so does this function.
     restored = jax.block_until_ready(self._unflatten(leaves))
     # Every replica gets the one value of a per-replica collection.
     return values.broadcast_to_replicas(restored, self._state)
+
+  def _new_state(
+    self, wrapper: base.Base, difference: str | None, target: base.Target
+  ) -> dict[Path, jax.Array]:
+    """Returns the leaves of a new state of a wrapper, by path.
+
+    Args:
+      wrapper: The wrapper.
+      difference: How the saved state differs; None if there is none.
+      target: The restored step, parameters, optimizer state and collections.
+
+    Raises:
+      ValueError: The wrapper's `restart` returns a tree unlike its state.
+    """
+    wrappers, name = (wrapper,), base.name_of(wrapper)
+    template = self._template.wrapper_states[name]
+    wanted = trees.leaves_by_path(template)
+    mask = base.per_replica_mask(wrapper, template)
+    is_local = dict(zip(wanted, mask, strict=True))
+    replicas = next((x.shape[0] for p, x in wanted.items() if is_local[p]), 1)
+    saved = reader.read(
+      self._where,
+      _of_any_replicas(
+        _below(self._saved, (WRAPPER_STATES, name)),
+        wanted,
+        is_local,
+        self._template.step.sharding,
+      ),
+    )
+
+    def make(target: base.Target, saved: Mapping[Path, jax.Array]) -> PyTree:
+      first = stack.init(
+        wrappers, target.params, self._state.tx, target.collections
+      )
+      first = stack.drop_replica_axis(wrappers, first)[name]
+      ndim = {p: x.ndim for p, x in trees.leaves_by_path(first).items()}
+      # The wrapper sees one replica: the first row stands for all.
+      own = {
+        "/".join(path): x[0] if x.ndim > ndim[path] else x
+        for path, x in saved.items()
+      }
+      new = {name: wrapper.restart(first, target, own)}
+      new = stack.add_replica_axis(wrappers, new, replicas)
+      new = trees.conform(f"wrapper {name!r}: restart", new[name], template)
+      # Not the buffers of the parameters: a step may donate both.
+      return trees.unshare_buffers((target, new))[1]
+
+    # Sharded outputs, so that no device ever holds the copies of all replicas.
+    shardings = jax.tree.map(lambda x: x.sharding, template)
+    made = jax.jit(make, out_shardings=shardings)(target, saved)
+    if difference:
+      dropped = {path[0]: None for path in wanted if path not in saved}
+      _log.warning(
+        "%s has another state of wrapper %r, as for other replicas: %s. It "
+        "begins at the restored parameters. Dropped are %s.",
+        self._where,
+        name,
+        difference,
+        ", ".join(dropped),
+      )
+    return {
+      (WRAPPER_STATES, name, *path): x
+      for path, x in trees.leaves_by_path(made).items()
+    }
 
   def _unflatten(self, leaves: Leaves) -> TrainState:
     """Returns the state; what is not made yet stays abstract."""
@@ -340,12 +391,8 @@ def _template(state: TrainState) -> TrainState:
 
   def describe(x: Any) -> PyTree:
     if values.is_per_replica(x):
-      return jax.tree.map(
-        lambda row: jax.ShapeDtypeStruct(
-          row.shape[1:], row.dtype, sharding=default
-        ),
-        x.value,
-      )
+      row = lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+      return jax.tree.map(lambda rows: describe(row(rows)), x.value)
     sharding = getattr(x, "sharding", None)
     # Restored arrays are committed, and jit refuses arrays that are committed
     # to different devices: an optimizer's count must not stay on device 0.
@@ -356,6 +403,36 @@ def _template(state: TrainState) -> TrainState:
     return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
   return jax.tree.map(describe, state, is_leaf=values.is_per_replica)
+
+
+def _of_any_replicas(
+  saved: Mapping[Path, SavedLeaf],
+  wanted: Leaves,
+  is_local: Mapping[Path, bool],
+  replicated: Any,
+) -> dict[Path, tuple[SavedLeaf, jax.ShapeDtypeStruct]]:
+  """Returns what to read of a wrapper's state for another number of replicas.
+
+  It is the replicated leaves, and the scalars of the replicas.
+
+  Args:
+    saved: The saved state.
+    wanted: Shapes, dtypes and shardings of the state to make.
+    is_local: Which leaves of it are per replica.
+    replicated: The sharding for the scalars of another number of replicas: the
+      mesh may not divide that number.
+  """
+  found = {}
+  for path in saved.keys() & wanted.keys():
+    leaf, x = saved[path], wanted[path]
+    shape = x.shape[1:] if is_local[path] else x.shape
+    is_scalar = not shape and len(leaf.shape) < 2
+    is_same = leaf.shape == shape and not is_local[path]
+    if leaf.dtype == x.dtype and (is_scalar or is_same):
+      sharding = x.sharding if leaf.shape == x.shape else replicated
+      asked = jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=sharding)
+      found[path] = leaf, asked
+  return found
 
 
 def _below(leaves: Leaves, at: Path) -> dict[Path, Any]:
