@@ -21,7 +21,6 @@ from flaxshard.center.heads import Center
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.state.train_state import TrainState
-from flaxshard.wrappers import base
 from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
 
@@ -42,7 +41,7 @@ def find(state: Any) -> tuple[AGN, AGNState]:
   for wrapper in wrappers:
     if isinstance(wrapper, AGN) and wrapper.commits_to_store:
       return wrapper, state.wrapper_states[wrapper.name]
-  names = [base.name_of(w) for w in wrappers]
+  names = [w.name for w in wrappers]
   raise ValueError(
     "Worker: state.wrappers must have an AGN with transport='store', got "
     f"{names}."

@@ -225,7 +225,7 @@ class _Plan:
 
   def _plan_wrapper(self, wrapper: base.Base) -> None:
     """Notes that a wrapper makes its state, unless it is as it was saved."""
-    name = base.name_of(wrapper)
+    name = wrapper.name
     at = (WRAPPER_STATES, name)
     saved, wanted = _below(self._saved, at), _below(self._wanted, at)
     difference = _difference(saved, wanted)
@@ -269,7 +269,7 @@ class _Plan:
         has[path] = leaf
     for what in sorted(left):
       self._note(f"it has {what}: left alone")
-    new = [(WRAPPER_STATES, base.name_of(wrapper)) for wrapper, _ in self._new]
+    new = [(WRAPPER_STATES, wrapper.name) for wrapper, _ in self._new]
     wanted = {
       path: x
       for path, x in self._wanted.items()
@@ -319,10 +319,10 @@ class _Plan:
     Raises:
       ValueError: The wrapper's `restart` returns a tree unlike its state.
     """
-    wrappers, name = (wrapper,), base.name_of(wrapper)
+    wrappers, name = (wrapper,), wrapper.name
     template = self._template.wrapper_states[name]
     wanted = trees.leaves_by_path(template)
-    mask = base.per_replica_mask(wrapper, template)
+    mask = jax.tree.leaves(base.per_replica_mask(wrapper, template))
     is_local = dict(zip(wanted, mask, strict=True))
     replicas = next((x.shape[0] for p, x in wanted.items() if is_local[p]), 1)
     saved = reader.read(

@@ -8,7 +8,7 @@ one out of range.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import difflib
 import inspect
 import math
@@ -150,6 +150,28 @@ def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
     f"{argument} must be one of {', '.join(map(repr, allowed))}, got {got}."
     f"{hint}"
   )
+
+
+def fields(
+  instance: Any, check: Callable[..., Any], *names: str, **bounds: Any
+) -> None:
+  """Checks fields of a frozen dataclass, and keeps what the check returns.
+
+  So they are plain Python numbers, which configs hold.
+
+  Args:
+    instance: The dataclass.
+    check: A function of this module.
+    *names: The names of fields.
+    **bounds: Further arguments of `check`.
+
+  Raises:
+    TypeError, ValueError: See there.
+  """
+  for name in names:
+    argument = f"{type(instance).__name__}: {name}"
+    value = check(argument, getattr(instance, name), **bounds)
+    object.__setattr__(instance, name, value)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

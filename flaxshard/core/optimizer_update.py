@@ -5,7 +5,7 @@ An optimizer's update may take extra arguments, such as the `value` of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 import contextlib
 import functools
 import inspect
@@ -63,18 +63,28 @@ def update(
     params,
     grads,
   )
-  if not any(jax.tree.leaves(frozen)):
-    return _update(tx, params, opt_state, grads, extra)
-  # The optimizer needs an array for every parameter. With a zero gradient it
-  # may still change parameter and slots, by weight decay or momentum: undo it.
-  filled = jax.tree.map(
-    lambda is_frozen, p, g: _zero_gradient(p) if is_frozen else g,
-    frozen,
-    params,
-    grads,
+  has_frozen = any(jax.tree.leaves(frozen))
+  if has_frozen:
+    # The optimizer needs an array for every parameter. With a zero gradient it
+    # may still change parameter and slots, by weight decay or momentum: undone.
+    grads = jax.tree.map(
+      lambda is_frozen, p, g: _zero_gradient(p) if is_frozen else g,
+      frozen,
+      params,
+      grads,
+    )
+  optimized = opt_state_lib.optimized_params(params)
+  has_statistics = optimized is not params
+  updates, new_state = tx.update(
+    grads["params"] if has_statistics else grads, opt_state, optimized, **extra
   )
-  new = _update(tx, params, opt_state, filled, extra)
-  return keep(frozen, (params, opt_state), new)
+  new = optax.apply_updates(optimized, updates)
+  if has_statistics:
+    statistics = grads[OVERWRITE_WITH_GRADIENT]
+    new = {"params": new, OVERWRITE_WITH_GRADIENT: statistics}
+  if has_frozen:
+    return keep(frozen, (params, opt_state), (new, new_state))
+  return new, new_state
 
 
 def keep(
@@ -123,26 +133,6 @@ def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
   )
 
 
-def _update(
-  tx: Any,
-  params: PyTree,
-  opt_state: PyTree,
-  grads: PyTree,
-  extra: Mapping[str, Any],
-) -> tuple[PyTree, PyTree]:
-  """Updates parameters that all have a gradient."""
-  optimized = opt_state_lib.optimized_params(params)
-  has_statistics = optimized is not params
-  updates, new_state = tx.update(
-    grads["params"] if has_statistics else grads, opt_state, optimized, **extra
-  )
-  new = optax.apply_updates(optimized, updates)
-  if has_statistics:
-    statistics = grads[OVERWRITE_WITH_GRADIENT]
-    new = {"params": new, OVERWRITE_WITH_GRADIENT: statistics}
-  return new, new_state
-
-
 def _to_dense_elsewhere(tx: Any, grads: PyTree) -> PyTree:
   """Makes whole arrays of rows that an optimizer does not update as rows."""
   rows = indexed_slices.find(grads)
@@ -181,7 +171,34 @@ def objective_of(tx: Any) -> frozenset[str]:
   return _used_arguments(tx) & _OBJECTIVE
 
 
-def accepted_arguments(tx: Any) -> frozenset[str] | None:
+def check_extra(
+  tx: Any,
+  names: Iterable[str],
+  replaceable: Iterable[str] = (),
+  reserved: Collection[str] = (),
+) -> None:
+  """Raises a TypeError if a name is no argument of an optimizer's update.
+
+  `optax.chain` takes any name, and leaves out those that nothing uses.
+
+  Args:
+    tx: The optax optimizer.
+    names: The names that are given.
+    replaceable: Fields of the state that may be given too, for the message.
+    reserved: Fields that may not.
+  """
+  accepted = _accepted_arguments(tx) if names else None
+  for name in names:
+    if name in reserved or (accepted is not None and name not in accepted):
+      allowed = sorted({*replaceable, *(accepted or ())})
+      field = " no field that can be replaced, and" if replaceable else ""
+      raise TypeError(
+        f"{name!r} is{field} no argument of the optimizer; allowed: "
+        f"{', '.join(allowed) or 'none'}.{checks.did_you_mean(name, allowed)}"
+      )
+
+
+def _accepted_arguments(tx: Any) -> frozenset[str] | None:
   """Returns the names of the extra arguments that an optimizer accepts.
 
   None if any name is accepted: that of a custom optimizer with `**kwargs`.

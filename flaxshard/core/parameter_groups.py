@@ -302,12 +302,7 @@ def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
 
 def merge(params: PyTree, trained: PyTree) -> PyTree:
   """Returns `params` with the leaves of `trained` that are not None."""
-  return jax.tree.map(
-    lambda new, old: old if new is None else new,
-    trained,
-    params,
-    is_leaf=lambda x: x is None,
-  )
+  return trees.map_both(lambda old, new: new, params, trained)
 
 
 def _mask(patterns: tuple[str, ...], params: PyTree) -> PyTree:

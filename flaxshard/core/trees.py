@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,28 @@ def leaves_by_path(
   )
   flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
   return {path_strings(path): leaf for path, leaf in flat}
+
+
+def map_both(
+  fn: Callable[[Any, Any], Any], first: PyTree, second: PyTree
+) -> PyTree:
+  """Maps a function over the leaves that two trees both have.
+
+  Args:
+    fn: Takes a leaf of each.
+    first: A tree; where a leaf of one of both is None, that of `first` stays.
+    second: A tree with the same structure, but for None.
+
+  Example:
+    >>> map_both(min, {"a": 1, "b": 2, "c": None}, {"a": 0, "b": None, "c": 3})
+    {'a': 0, 'b': 2, 'c': None}
+  """
+  return jax.tree.map(
+    lambda x, y: x if x is None or y is None else fn(x, y),
+    first,
+    second,
+    is_leaf=lambda x: x is None,
+  )
 
 
 def is_prng_key(x: Any) -> bool:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.nnx import variables as variables_lib
@@ -306,7 +307,7 @@ class Optimizer(nnx.Optimizer[M]):
       )
     if not self.wrappers:
       return super().update(model, grads, **kwargs)
-    step_lib.check_extra(self.tx, kwargs)
+    optimizer_update.check_extra(self.tx, kwargs)
     params, _ = self._split(model)
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     # A value of another shape, such as one more sown value, has no old one.

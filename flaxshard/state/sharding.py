@@ -185,9 +185,10 @@ def wrapper_specs(
   """
   result = {}
   for wrapper in wrappers:
-    name = base.name_of(wrapper)
+    name = wrapper.name
     leaves = jax.tree_util.tree_leaves_with_path(states[name])
-    wanted = base.specs(wrapper, states[name])
+    treedef: Any = jax.tree.structure(states[name])
+    wanted = treedef.flatten_up_to(wrapper.specs(states[name]))
     param_like = opt_state_lib.specs(states[name], params, param_specs)
     specs = []
     # Local copies of the parameters and of their slots (AGN) follow them.
@@ -203,6 +204,5 @@ def wrapper_specs(
         unused = [axis for axis in mesh.axis_names if axis not in own]
         spec = specs_lib.merge(spec, specs_lib.only(param_spec, unused))
       specs.append(specs_lib.shortest(spec, mesh))
-    treedef: Any = jax.tree.structure(states[name])
     result[name] = treedef.unflatten(specs)
   return result

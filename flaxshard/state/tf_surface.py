@@ -202,7 +202,7 @@ def check_aggregation(
     return None if is_skipped else "mean"
   replica_context.check_reduce_op(aggregation, "aggregation")
   if is_skipped or stack.reduces_gradients(wrappers):
-    names = [base.name_of(w) for w in wrappers]
+    names = [w.name for w in wrappers]
     other = "skip_gradients_aggregation=True" if is_skipped else f"{names}"
     raise ValueError(
       f"aggregation={aggregation!r} is given, and {other} decides how "

@@ -396,7 +396,7 @@ class TrainState(flax_train_state.TrainState):
     collections = {k: v for k, v in replaced.items() if k in arrays}
     static = {k: v for k, v in replaced.items() if k in fields - arrays}
     extra = {k: v for k, v in replaced.items() if k not in fields}
-    step_lib.check_extra(
+    optimizer_update.check_extra(
       self.tx, extra, replaceable=fields - _STATIC, reserved=_RESERVED
     )
     reduction = tf_surface.check_aggregation(
@@ -411,10 +411,12 @@ class TrainState(flax_train_state.TrainState):
         )
         for name, x in collections.items()
       }
-    if in_replica:
-      collections = step_lib.reduce_collections(
-        self.wrappers, collections, dict(self.global_structures)
-      )
+    # The commits of wrappers with local updates reduce them.
+    if in_replica and not stack.has_local_updates(self.wrappers):
+      collections = {
+        name: self._reduce_collection(name, x)
+        for name, x in collections.items()
+      }
     target = base.Target(
       step=self.step,  # type: ignore[arg-type]
       params=self.params,
@@ -435,6 +437,16 @@ class TrainState(flax_train_state.TrainState):
       **new.collections,
       **static,
     )
+
+  def _reduce_collection(self, name: str, tree: PyTree) -> PyTree:
+    """Reduces a new collection over the replicas, but per-replica leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    # With its tree structure outside of `run` if it has per-replica leaves.
+    structure = dict(self.global_structures).get(name, treedef)
+    reduced = replica_context.mean_collection(
+      jax.tree.unflatten(structure, leaves), stack.groups_of(self.wrappers)
+    )
+    return jax.tree.unflatten(treedef, jax.tree.leaves(reduced))
 
   def minimize(
     self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from flaxshard.core import checks
 from flaxshard.core import parameter_groups
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.wrappers import base
 
@@ -86,10 +86,8 @@ class Accumulate(base.Base):
   per_replica: bool = False
 
   def __post_init__(self) -> None:
-    steps = checks.integer("Accumulate: steps", self.steps, minimum=1)
-    # A plain int, also from a NumPy integer: configs hold plain values.
-    object.__setattr__(self, "steps", steps)
-    checks.one_of("Accumulate: per_replica", self.per_replica, (True, False))
+    checks.fields(self, checks.integer, "steps", minimum=1)
+    checks.fields(self, checks.one_of, "per_replica", allowed=(True, False))
 
   @property
   def reduces(self) -> str:  # type: ignore[override]
@@ -124,15 +122,9 @@ class Accumulate(base.Base):
     specs: Any = jax.tree.map(lambda _: P(), state)
     return specs._replace(grads=jax.tree.map(lambda _: spec, state.grads))
 
-  def pending(self, state: AccumulateState) -> str | None:
-    """Returns how many batches the parameters lack, if any."""
-    count = int(state.num_batches)
-    if not count:
-      return None
-    return (
-      f"Accumulate: {count} of {self.steps} batches of the next update are "
-      "done; their gradients are not in params."
-    )
+  def pending(self, state: AccumulateState) -> jax.Array:
+    """Returns the number of batches in the sum."""
+    return state.num_batches
 
   def apply(
     self,
@@ -143,19 +135,17 @@ class Accumulate(base.Base):
   ) -> tuple[base.Target, AccumulateState]:
     """Adds the gradients to the sum; calls `next` when it is complete."""
     count = state.num_batches + 1
-    total = _map(
-      lambda x, g: (x + g).astype(x.dtype), lambda x, g: x, state.grads, grads
+    total = trees.map_both(
+      lambda x, g: (x + g).astype(x.dtype), state.grads, grads
     )
 
     def update(target: base.Target, total: PyTree) -> tuple[Any, PyTree]:
       # Statistics of Flax's fp8 layers have no sum: the last batch's replace
       # them. By the count and not by `steps`: a restored state may have more.
-      mean = _map(
-        lambda x, g: x / count.astype(x.dtype), lambda x, g: g, total, grads
+      mean = trees.map_both(
+        lambda g, x: x / count.astype(x.dtype), grads, total
       )
-      cleared = _map(
-        lambda x, g: jnp.zeros_like(x), lambda x, g: x, total, grads
-      )
+      cleared = trees.map_both(lambda x, g: jnp.zeros_like(x), total, grads)
       return next(target, mean), cleared
 
     # Also a batch without an update changes them.
@@ -169,14 +159,3 @@ class Accumulate(base.Base):
         is_update, update, lambda *operands: operands, target, total
       )
     return target, AccumulateState(total, jnp.where(is_update, 0, count))
-
-
-def _map(
-  fn: Callable[..., Any], otherwise: Callable[..., Any], *trees: PyTree
-) -> PyTree:
-  """Maps `fn` over pairs of leaves, `otherwise` where one of them is None."""
-  return jax.tree.map(
-    lambda x, g: otherwise(x, g) if x is None or g is None else fn(x, g),
-    *trees,
-    is_leaf=lambda x: x is None,
-  )

@@ -147,23 +147,24 @@ class AGN(base.Base):
   transport: Any = "compiled"
 
   def __post_init__(self) -> None:
-    # As a plain Python number: configs hold these.
-    period = checks.integer(
-      "AGN: communication_period", self.communication_period, minimum=1
+    checks.fields(self, checks.integer, "communication_period", minimum=1)
+    commits, flags = ("sequential", "mean", "sum"), (True, False)
+    checks.fields(self, checks.one_of, "commit", allowed=commits)
+    checks.fields(
+      self, checks.one_of, "share_step_count", "commit_delta", allowed=flags
     )
-    object.__setattr__(self, "communication_period", period)
-    object.__setattr__(self, "transport", agn_store.parse(self.transport))
-    checks.one_of("AGN: commit", self.commit, ("sequential", "mean", "sum"))
-    checks.one_of("AGN: share_step_count", self.share_step_count, (True, False))
-    checks.one_of("AGN: commit_delta", self.commit_delta, (True, False))
-    if self.outer_tx is not None:
+    checks.fields(self, agn_store.parse, "transport")
+    has_outer = self.outer_tx is not None
+    if has_outer:
       opt_state_lib.check_tx(self.outer_tx, "AGN: outer_tx")
-      if self.share_step_count:
-        raise ValueError(
-          "AGN: share_step_count=True needs one optimizer for local steps and "
-          f"commits, got outer_tx={self.outer_tx!r} as well."
-        )
-    agn_store.check_arguments(self)
+    if self.share_step_count and (has_outer or self.commits_to_store):
+      raise ValueError(
+        "AGN: share_step_count=True needs one optimizer for local steps and "
+        "commits, and transport='compiled': no outer_tx, and no store, where "
+        "the center counts its own updates."
+      )
+    if self.commits_to_store:
+      self.transport.check(self.communication_period, self.commit)
 
   # With a store, replicas are those of one process, which are kept equal: to
   # other wrappers AGN is then one with a replicated state.
@@ -188,21 +189,25 @@ class AGN(base.Base):
       tx: The optax optimizer.
     """
     accum = parameter_groups.zero_accumulators(tx, params)
-    local_opt_state = opt_state_lib.init(tx, params)
     outer_opt_state = ()
     if self.outer_tx is not None:
       outer_opt_state = opt_state_lib.init(self.outer_tx, params)
-    return AGNState(
+    state = AGNState(
       local_params=params,
-      local_opt_state=local_opt_state,
+      local_opt_state=opt_state_lib.init(tx, params),
       grad_accum=accum,
       local_step=jnp.zeros((), jnp.int32),
       commits=jnp.zeros((), jnp.int32),
       collections={},
       outer_opt_state=outer_opt_state,
       received=jnp.zeros(len(jax.tree.leaves(accum)), bool),
-      **(agn_store.init_fields(self, accum) if self.commits_to_store else {}),
     )
+    if not self.commits_to_store:
+      return state
+    fragments = self.transport.fragments
+    agn_store.divide(accum, fragments)  # raises if there are too many
+    zeros = jnp.zeros(fragments, jnp.int32)
+    return state._replace(sent=zeros, versions=zeros)
 
   def restart(
     self, state: AGNState, target: base.Target, saved: dict[str, jax.Array]
@@ -218,25 +223,24 @@ class AGN(base.Base):
       saved: The saved leaves that do not depend on the number of replicas, by
         path: replicated leaves, and the scalars of the first replica.
     """
+    names = ("local_step", "commits", "outer_opt_state")
+    counters = jax.tree_util.tree_map_with_path(
+      lambda path, x: saved.get(trees.path_string(path), x),
+      {name: getattr(state, name) for name in names},
+    )
+    local_step = counters.pop("local_step")
     # Schedules continue: local step counts are ahead of those of the center.
     counts = {
       path.removeprefix("local_opt_state/"): x for path, x in saved.items()
     }
-    local_step = saved.get("local_step", state.local_step)
     return state._replace(
+      **counters,
       local_params=target.params,
       local_opt_state=opt_state_lib.with_counts(target.opt_state, counts),
       grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
       # Back to the start of a period: the next commit averages a whole one.
       local_step=local_step - local_step % self.communication_period,
-      commits=saved.get("commits", state.commits),
       collections={n: target.collections[n] for n in state.collections},
-      outer_opt_state=jax.tree_util.tree_map_with_path(
-        lambda path, x: saved.get(
-          f"outer_opt_state/{trees.path_string(path)}", x
-        ),
-        state.outer_opt_state,
-      ),
       sent=jax.tree.map(lambda x: jnp.full_like(x, local_step), state.sent),
     )
 
@@ -260,21 +264,11 @@ class AGN(base.Base):
     """Returns the number of commits, to be logged."""
     return {"commits": state.commits}
 
-  def pending(self, state: AGNState) -> str | None:
-    """Returns how many local steps the center lacks, if any."""
-    missing = int(state.local_step) % self.communication_period
-    who, when = "each replica", ""
+  def pending(self, state: AGNState) -> jax.Array | int:
+    """Returns the number of local steps that the center lacks."""
     if self.commits_to_store:
-      missing = int(state.local_step) - int(min(state.sent))
-      who = "this process"
-      when = ", if state = worker.commit(state) is called after each step"
-    if not missing:
-      return None
-    return (
-      f"AGN: the last {missing} local steps of {who} are not in params. They "
-      f"are committed after communication_period={self.communication_period} "
-      f"applied steps{when}."
-    )
+      return state.local_step - state.sent.min()
+    return state.local_step % self.communication_period
 
   # -- A step.
 
@@ -313,13 +307,12 @@ class AGN(base.Base):
     if self.commits_to_store:
       return new_target, new_state
     is_due = applied & (new_state.local_step % self.communication_period == 0)
-    update = self._create_update(state, target, grads, next)
     # All collectives are in this conditional. Its predicate is replicated: a
     # per-replica one would become a select, with the collectives in every step.
     with jax.named_scope(COMMIT_SCOPE):
       return base.cond(
         is_due,
-        functools.partial(self._commit, update),
+        functools.partial(self._commit, grads, next),
         lambda *given: given,
         new_target,
         new_state,
@@ -338,22 +331,24 @@ class AGN(base.Base):
     """
     added = grads
     if self.commit_delta:
-      added = jax.tree.map(_delta, state.local_params, local.params)
-
-    def add(total: Any, x: Any) -> Any:
-      if total is None or x is None:
-        return total
-      # Not x * applied: the gradients of a skipped step may be infinite.
-      x = jnp.where(applied, x, jnp.zeros_like(x))
-      return total + x.astype(total.dtype)
-
-    has_gradient = [
-      g is not None
-      for total, g in zip(
-        _leaves(state.grad_accum), _leaves(grads), strict=True
+      # With the sign of a gradient.
+      added = jax.tree.map(
+        lambda old, new: _widen(old) - _widen(new),
+        state.local_params,
+        local.params,
       )
-      if total is not None
-    ]
+
+    def add(total: jax.Array, x: jax.Array) -> jax.Array:
+      # Not x * applied: the gradients of a skipped step may be infinite.
+      return total + jnp.where(applied, x, 0).astype(total.dtype)
+
+    has_gradient = jax.tree.map(
+      lambda _, total, g: None if total is None else g is not None,
+      state.local_params,
+      state.grad_accum,
+      grads,
+    )
+    received = jnp.array(jax.tree.leaves(has_gradient), bool) & applied
     collections = state.collections
     if replica_context.get_replica_context() is None:
       # Without `Strategy.run` collections are not swapped: the user sees those
@@ -364,34 +359,30 @@ class AGN(base.Base):
     return state._replace(
       local_params=local.params,
       local_opt_state=local.opt_state,
-      grad_accum=jax.tree.map(
-        add, state.grad_accum, added, is_leaf=lambda x: x is None
-      ),
+      grad_accum=trees.map_both(add, state.grad_accum, added),
       local_step=state.local_step + applied,
       collections=collections,
-      received=state.received | (jnp.array(has_gradient, bool) & applied),
+      received=state.received | received,
     )
 
-  def _create_update(
-    self, state: AGNState, target: base.Target, grads: PyTree, next: base.Next
-  ) -> agn_sequential.Update:
-    """Returns the update of the center with accumulated gradients.
-
-    Its further arguments are step counts of the optimizer by path, `{}` for
-    those of the center, and `AGNState.received`.
+  def _commit(
+    self, grads: PyTree, next: base.Next, target: base.Target, state: AGNState
+  ) -> tuple[base.Target, AGNState]:
+    """Commits what all replicas have accumulated.
 
     Args:
-      state: The state, for its structure.
-      target: The target of this step, for its other fields.
       grads: The gradients of this step; None for leaves without.
       next: Applies gradients with the wrappers inside and the optimizer.
+      target: The center, and the collections of this replica.
+      state: The state after the local step.
     """
     accumulators: Any = jax.tree.structure(state.grad_accum)
     numbers = accumulators.unflatten(range(accumulators.num_leaves))
 
-    def update_center(
+    def update(
       old: ModelState, accum: PyTree, shared: tuple[PyTree, jax.Array]
     ) -> ModelState:
+      """Updates the center once."""
       counts, received = shared
       if not self.commit_delta:
         # Here and not before it is sent: XLA fuses this into the update,
@@ -422,18 +413,6 @@ class AGN(base.Base):
       )
       return ModelState(*optimizer_update.keep(is_kept, old, new))
 
-    return update_center
-
-  def _commit(
-    self, update: agn_sequential.Update, target: base.Target, state: AGNState
-  ) -> tuple[base.Target, AGNState]:
-    """Commits what all replicas have accumulated.
-
-    Args:
-      update: One update of the center.
-      target: The center, and the collections of this replica.
-      state: The state after the local step.
-    """
     has_outer = self.outer_tx is not None
     center = ModelState(
       target.params, state.outer_opt_state if has_outer else target.opt_state
@@ -444,6 +423,7 @@ class AGN(base.Base):
       state.local_params,
       state.grad_accum,
     )
+    # Step counts by path, in place of those of the center.
     counts = {}
     if self.share_step_count:
       # Equal on all replicas, but JAX does not know: the maximum makes it so.
@@ -484,14 +464,8 @@ class AGN(base.Base):
     )
 
 
-def _leaves(tree: PyTree) -> list[Any]:
-  return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-
-
-def _delta(old: jax.Array, new: jax.Array) -> jax.Array:
-  """Returns the change of a parameter, with the sign of a gradient."""
-  dtype = gradients.accumulator_dtype(old.dtype)
-  return old.astype(dtype) - new.astype(dtype)
+def _widen(x: jax.Array) -> jax.Array:
+  return x.astype(gradients.accumulator_dtype(x.dtype))
 
 
 def apply_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:

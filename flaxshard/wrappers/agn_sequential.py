@@ -75,11 +75,8 @@ def commit_sequentially(
     return center, center.params
   # Over the logical devices of a replica.
   param_specs = logical_shards.specs_within(center.params)
-  grad_specs = jax.tree.map(
-    lambda spec, g: None if g is None else spec, param_specs, grads
-  )
   slot_specs = opt_state_lib.specs(center.opt_state, center.params, param_specs)
-  specs = ModelState(param_specs, slot_specs), grad_specs
+  specs = ModelState(param_specs, slot_specs), _pick(param_specs, grads)
   # Decided for the shapes on one logical device: an update may depend on them.
   own = jax.tree.map(logical_shards.part_of, (center, grads), specs)
   dims = jax.tree.map(_choose_dim, own)
@@ -120,10 +117,6 @@ def _apply_commits(
   """
   center_dims, grad_dims = dims
 
-  def pick(params: PyTree) -> PyTree:
-    """Returns the parameters that have a gradient, as a tree like `grads`."""
-    return jax.tree.map(lambda p, g: None if g is None else p, params, grads)
-
   def apply_commit(
     k: jax.Array, carry: tuple[ModelState, PyTree]
   ) -> tuple[ModelState, PyTree]:
@@ -138,23 +131,28 @@ def _apply_commits(
     return part, jax.tree.map(
       lambda x, p, dim: _write(x, dim, k, p),
       received,
-      pick(part.params),
+      _pick(part.params, grads),
       grad_dims,
     )
 
-  old = pick(center.params)
+  old = _pick(center.params, grads)
   received = jax.tree.map(_send, grads, old, grad_dims)
   part = jax.tree.map(_own_part, center, center_dims)
   part, received = jax.lax.fori_loop(
     0, replica_context.num_replicas(), apply_commit, (part, received)
   )
-  new = jax.tree.map(_gather, pick(part.params), old, grad_dims)
+  new = jax.tree.map(_gather, _pick(part.params, grads), old, grad_dims)
   slots = jax.tree.map(
     _gather, part.opt_state, center.opt_state, center_dims.opt_state
   )
   local = jax.tree.map(_send_back, received, old, grad_dims)
   merge = functools.partial(parameter_groups.merge, center.params)
   return ModelState(merge(new), slots), merge(local)
+
+
+def _pick(tree: PyTree, grads: PyTree) -> PyTree:
+  """Returns a tree like the parameters, with None where `grads` has None."""
+  return jax.tree.map(lambda x, g: None if g is None else x, tree, grads)
 
 
 # -- One leaf, which is split in the dimension `dim`, or `WHOLE`.

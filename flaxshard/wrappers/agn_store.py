@@ -14,7 +14,6 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
 from flaxshard.core import checks
 from flaxshard.core import trees
@@ -76,45 +75,35 @@ class Store:
   deadline: float = 60.0
 
   def __post_init__(self) -> None:
-    values: dict[str, Any] = {
-      name: checks.integer(f"Store: {name}", getattr(self, name), minimum=least)
-      for name, least in (("fragments", 1), ("delay", 0), ("quorum", 1))
-    }
-    values["blend"] = checks.number(
-      "Store: blend", self.blend, minimum=0, below=1
-    )
-    values["grace"] = checks.number("Store: grace", self.grace, minimum=0)
-    values["deadline"] = checks.number(
-      "Store: deadline", self.deadline, above=0
-    )
-    # As plain Python numbers: configs hold these.
-    for name, value in values.items():
-      object.__setattr__(self, name, value)
+    checks.fields(self, checks.integer, "fragments", "quorum", minimum=1)
+    checks.fields(self, checks.integer, "delay", minimum=0)
+    checks.fields(self, checks.number, "blend", minimum=0, below=1)
+    checks.fields(self, checks.number, "grace", minimum=0)
+    checks.fields(self, checks.number, "deadline", above=0)
     allowed = (None, *COMMIT_DTYPES)
-    checks.one_of("Store: commit_dtype", self.commit_dtype, allowed)
+    checks.fields(self, checks.one_of, "commit_dtype", allowed=allowed)
+
+  def check(self, period: int, commit: str) -> None:
+    """Raises a ValueError if the options do not fit the arguments of AGN."""
+    for name, most in (("fragments", period), ("delay", period - 1)):
+      checks.integer(
+        f"AGN: communication_period={period}: transport: {name}",
+        getattr(self, name),
+        maximum=most,
+      )
+    if commit == "sequential" and self.quorum > 1:
+      raise ValueError(
+        f"AGN: transport: quorum={self.quorum} needs commit='mean' or 'sum': "
+        "sequential commits are applied one by one."
+      )
 
 
-def check_arguments(agn: AGN) -> None:
-  """Raises a ValueError if arguments of AGN do not fit its store."""
-  store, period = agn.transport, agn.communication_period
-  if not isinstance(store, Store):
-    return
-  for name, most in (("fragments", period), ("delay", period - 1)):
-    checks.integer(
-      f"AGN: communication_period={period}: transport: {name}",
-      getattr(store, name),
-      maximum=most,
-    )
-  if agn.share_step_count:
-    raise ValueError(
-      "AGN: share_step_count=True needs transport='compiled': in a store the "
-      "center counts its own updates."
-    )
-  if agn.commit == "sequential" and store.quorum > 1:
-    raise ValueError(
-      f"AGN: transport: quorum={store.quorum} needs commit='mean' or 'sum': "
-      "sequential commits are applied one by one."
-    )
+def parse(argument: str, transport: Any) -> Any:
+  """Returns the transport that an argument names: `"compiled"` or a `Store`."""
+  if isinstance(transport, Store):
+    return transport
+  checks.one_of(argument, transport, ("compiled", "store"))
+  return Store() if transport == "store" else transport
 
 
 # -- Fragments.
@@ -177,25 +166,3 @@ def due(agn: AGN, local_step: int) -> tuple[int, ...]:
     if (f + 1 - fragments) * (period // fragments) % period
     == local_step % period
   )
-
-
-# -- The state.
-
-
-def init_fields(agn: AGN, accum: PyTree) -> dict[str, jax.Array]:
-  """Returns the first values of the fields of `AGNState` for a store."""
-  fragments = agn.transport.fragments
-  divide(accum, fragments)  # raises if there are too many
-  return {
-    "sent": jnp.zeros(fragments, jnp.int32),
-    "versions": jnp.zeros(fragments, jnp.int32),
-  }
-
-
-def parse(transport: Any) -> Any:
-  """Returns the transport that an argument names: `"compiled"` or a `Store`."""
-  if transport == "store":
-    return Store()
-  if not isinstance(transport, Store):
-    checks.one_of("AGN: transport", transport, ("compiled", "store"))
-  return transport

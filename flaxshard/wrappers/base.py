@@ -52,9 +52,9 @@ class Base:
   """A wrapper that changes nothing: override the methods that you need.
 
   Subclass it as a frozen dataclass whose fields are the hyper-parameters. The
-  key of its state in `TrainState.wrapper_states` is the class attribute `name`
-  if there is one, else the class name in snake case (`LossScale` becomes
-  `loss_scale`).
+  key of its state in `TrainState.wrapper_states` is `name`: the class name in
+  snake case (`LossScale` becomes `loss_scale`), unless the class has an
+  attribute of that name.
 
   A leaf of a wrapper's state is replicated or per replica. `specs` says which.
   In a TrainState a per-replica leaf has a leading axis, one row for each
@@ -100,6 +100,12 @@ class Base:
   reduces: ClassVar[str] = "before"
   groups: ClassVar[rows.Groups] = None
   takes_indexed_slices: ClassVar[bool] = False
+
+  @property
+  def name(self) -> str:
+    """The key of its state in `TrainState.wrapper_states`."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__)
+    return snake.lower()
 
   def init(self, params: PyTree, tx: Any) -> PyTree:
     """Returns the first state of the wrapper: `()`, nothing to remember.
@@ -190,31 +196,21 @@ class Base:
     del state
     return {}
 
-  def pending(self, state: PyTree) -> str | None:
-    """Returns what the parameters lack until a later step, as a sentence.
+  def pending(self, state: PyTree) -> jax.Array | int:
+    """Returns the number of batches that the parameters lack: 0.
 
     The training loop logs it at an evaluation and at the end of a run, and
     `TrainState.without_wrappers` warns of it.
 
     Args:
       state: The wrapper's state, outside of a trace.
-
-    Returns:
-      None, the default, if the parameters have all updates.
     """
     del state
-    return None
+    return 0
 
   def check_replicas(self, num_replicas: int) -> None:
     """Raises or warns if the wrapper does not fit that many replicas."""
     del num_replicas
-
-
-def name_of(wrapper: Base | type) -> str:
-  """Returns the key of a wrapper's state in `wrapper_states`."""
-  cls = wrapper if isinstance(wrapper, type) else type(wrapper)
-  snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-  return getattr(wrapper, "name", snake)
 
 
 def overrides(wrapper: Base, hook: str) -> bool:
@@ -222,15 +218,11 @@ def overrides(wrapper: Base, hook: str) -> bool:
   return getattr(type(wrapper), hook) is not getattr(Base, hook)
 
 
-def specs(wrapper: Base, state: PyTree) -> list[jax.P]:
-  """Returns the PartitionSpec of each leaf of a wrapper's state."""
-  treedef: Any = jax.tree.structure(state)
-  return treedef.flatten_up_to(wrapper.specs(state))
-
-
-def per_replica_mask(wrapper: Base, state: PyTree) -> list[bool]:
-  """Returns, for each leaf of a wrapper's state, whether it is per replica."""
-  return [values.has_replica_axis(spec) for spec in specs(wrapper, state)]
+def per_replica_mask(wrapper: Base, state: PyTree) -> PyTree:
+  """Returns a tree like a wrapper's state: whether a leaf is per replica."""
+  return jax.tree.map(
+    lambda _, spec: values.has_replica_axis(spec), state, wrapper.specs(state)
+  )
 
 
 def cond(

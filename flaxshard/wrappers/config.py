@@ -93,7 +93,7 @@ def add_accumulation(
   Example:
     >>> import flaxshard as fs
     >>> added = add_accumulation([fs.LossScale(), fs.EMA()], 4)
-    >>> [base.name_of(wrapper) for wrapper in added]
+    >>> [wrapper.name for wrapper in added]
     ['loss_scale', 'accumulate', 'ema']
   """
   if any(isinstance(w, Accumulate) for w in wrappers):

@@ -76,10 +76,9 @@ class CrossShard(base.Base):
   group_assignment: Groups | None = None
 
   def __post_init__(self) -> None:
-    replica_context.check_reduce_op(self.reduction, "CrossShard: reduction")
+    checks.fields(self, checks.one_of, "reduction", allowed=("mean", "sum"))
     if self.group_assignment is not None:
-      groups = _check_groups(self.group_assignment)
-      object.__setattr__(self, "group_assignment", groups)
+      checks.fields(self, _check_groups, "group_assignment")
 
   @property
   def groups(self) -> Groups | None:  # type: ignore[override]
@@ -113,38 +112,29 @@ class CrossShard(base.Base):
         "CrossShard: apply_gradients is called outside of Strategy.run, where "
         "there are no replicas: the gradients are not reduced.",
       )
-      return next(target, grads), state
-    if context.aggregation_skipped:
+    if context is None or context.gradients_reduced:
       return next(target, grads), state
     grads = replica_context.reduce_gradients(self.reduction, grads, self.groups)
-    if self.groups:
-      # The gradients are equal within a group only: inner wrappers must still
-      # reduce their finite flag over all replicas.
-      return next(target, grads), state
-    with replica_context.marked(gradients_reduced=True):
+    # With several groups the gradients are equal within a group only: inner
+    # wrappers must still reduce their finite flag over all replicas.
+    with replica_context.marked(gradients_reduced=not self.groups):
       return next(target, grads), state
 
 
-def _check_groups(value: Any) -> Groups:
+def _check_groups(argument: str, value: Any) -> Groups:
   """Returns groups as tuples of tuples; raises if they cannot be groups."""
-  where = f"CrossShard: group_assignment={value!r}"
+  where = f"{argument}={value!r} must be a sequence of groups"
   try:
     # Takes 0-dimensional arrays too, unlike checks.integer.
     groups = tuple(tuple(map(operator.index, group)) for group in value)
   except TypeError as e:
     raise TypeError(
-      f"{where} must be a sequence of groups of replica numbers, such as "
-      "((0, 2), (1, 3)), or None."
+      f"{where} of replica numbers, such as ((0, 2), (1, 3)), or None."
     ) from e
-  sizes = [len(group) for group in groups]
-  if len(set(sizes)) != 1 or not sizes[0]:
-    raise ValueError(
-      f"{where} must have groups of one size, and none that is empty; the "
-      f"sizes are {sizes}."
-    )
   numbers = sorted(number for group in groups for number in group)
-  if numbers != list(range(len(numbers))):
+  is_partition = numbers and numbers == list(range(len(numbers)))
+  if not is_partition or len(set(map(len, groups))) != 1:
     raise ValueError(
-      f"{where} must contain each replica, 0 to {len(numbers) - 1}, once."
+      f"{where} of one size, which together have each replica from 0 on once."
     )
   return groups

@@ -11,6 +11,7 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import parameter_groups
+from flaxshard.core import trees
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -85,8 +86,7 @@ class EMA(base.Base):
   warmup: bool = False
 
   def __post_init__(self) -> None:
-    decay = checks.number("EMA: decay", self.decay, minimum=0, below=1)
-    object.__setattr__(self, "decay", decay)
+    checks.fields(self, checks.number, "decay", minimum=0, below=1)
 
   def init(self, params: PyTree, tx: Any) -> EMAState:
     """Returns the first state.
@@ -107,11 +107,8 @@ class EMA(base.Base):
     """Returns the average to evaluate, in the dtypes of the parameters."""
     if mode == "train":
       return params
-    average = jax.tree.map(
-      lambda a, p: p if a is None else a.astype(p.dtype),
-      state.params,
-      params,
-      is_leaf=lambda x: x is None,
+    average = trees.map_both(
+      lambda p, a: a.astype(p.dtype), params, state.params
     )
     # Before the first update there is no average. A conditional: a select would
     # copy all parameters for each evaluation.
@@ -136,28 +133,19 @@ class EMA(base.Base):
     # Not a conditional: that would keep XLA from fusing the optimizer's update
     # with this one. With a step size of 0 the average keeps its bits.
     step_size = jnp.where(applied, step_size / weight, 0)
+    cast_like = lambda a, p: p.astype(a.dtype)
     average = state.params
     if not self.debias:
       # Not in `init`: parameters may have been replaced since then.
       average = jax.tree.map(
         lambda a, p: jnp.where(state.num_updates == 0, p, a),
         average,
-        _cast_like(average, target.params),
+        trees.map_both(cast_like, average, target.params),
       )
     return new, EMAState(
       params=optax.incremental_update(
-        _cast_like(average, new.params), average, step_size
+        trees.map_both(cast_like, average, new.params), average, step_size
       ),
       weight=jnp.where(applied, weight, state.weight),
       num_updates=state.num_updates + applied,
     )
-
-
-def _cast_like(average: PyTree, params: PyTree) -> PyTree:
-  """Returns the parameters that are averaged, in the dtypes of the average."""
-  return jax.tree.map(
-    lambda a, p: None if a is None else p.astype(a.dtype),
-    average,
-    params,
-    is_leaf=lambda x: x is None,
-  )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 import weakref
 
@@ -21,28 +22,16 @@ from flaxshard.wrappers import base
 PyTree = Any
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-_FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+# A subnormal float32 reads as zero on many devices.
+_check_scale = functools.partial(
+  checks.number,
+  minimum=float(np.finfo(np.float32).tiny),
+  maximum=_FLOAT32_MAX,
+)
 
 # By the id of an unscaled gradient, as arrays and tracers have no hash: a weak
 # reference to it, the scale, and the scaled gradient if it has 16 bits.
 _unscaled: dict[int, tuple[weakref.ref[Any], jax.Array, jax.Array | None]] = {}
-
-
-def _check_scale(argument: str, value: Any) -> float:
-  """Returns a positive number that is a normal float32, as a Python float.
-
-  Raises:
-    TypeError: `value` is not a number.
-    ValueError: `value` is zero, negative, not finite or subnormal in float32.
-  """
-  number = checks.number(argument, value, above=0)
-  # A subnormal float32 reads as zero on many devices.
-  if not _FLOAT32_TINY <= number <= _FLOAT32_MAX:
-    raise ValueError(
-      f"{argument} must be between {_FLOAT32_TINY:g} and {_FLOAT32_MAX:g}, the "
-      f"normal float32 numbers, got {value!r}."
-    )
-  return number
 
 
 class LossScaleState(NamedTuple):
@@ -80,8 +69,7 @@ class FixedLossScale:
   loss_scale: float
 
   def __post_init__(self) -> None:
-    value = _check_scale("FixedLossScale: loss_scale", self.loss_scale)
-    object.__setattr__(self, "loss_scale", value)
+    checks.fields(self, _check_scale, "loss_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,27 +112,19 @@ class DynamicLossScale:
   hysteresis: int = 1
 
   def __post_init__(self) -> None:
-    name = "DynamicLossScale: "
-    for field in dataclasses.fields(self):
-      value, argument = getattr(self, field.name), f"{name}{field.name}"
-      if field.name in ("growth_interval", "hysteresis"):
-        value = checks.integer(argument, value, minimum=1)
-      elif field.name != "backoff_factor" or value is not None:
-        value = _check_scale(argument, value)
-      object.__setattr__(self, field.name, value)
-    # As float32, in which the scale is computed: 1 + 1e-9 is 1 there.
-    if not np.float32(self.growth_factor) > 1:
-      raise ValueError(
-        f"{name}growth_factor must be above 1, got {self.growth_factor!r}."
-      )
-    if not np.float32(self.backoff_factor or 0) < 1:
-      raise ValueError(
-        f"{name}backoff_factor must be below 1, got {self.backoff_factor!r}."
-      )
+    scales = ("initial_scale", "min_scale", "max_scale")
+    checks.fields(self, _check_scale, *scales)
+    counts = ("growth_interval", "hysteresis")
+    checks.fields(self, checks.integer, *counts, minimum=1)
+    # Not 1 as a float32 either, in which the scale is computed.
+    checks.fields(self, _check_scale, "growth_factor", above=1 + 2.0**-24)
+    if self.backoff_factor is not None:
+      checks.fields(self, _check_scale, "backoff_factor", below=1 - 2.0**-25)
     if not self.min_scale <= self.initial_scale <= self.max_scale:
       raise ValueError(
-        f"{name}initial_scale must be between min_scale={self.min_scale!r} and "
-        f"max_scale={self.max_scale!r}, got {self.initial_scale!r}."
+        f"DynamicLossScale: initial_scale must be between "
+        f"min_scale={self.min_scale!r} and max_scale={self.max_scale!r}, got "
+        f"{self.initial_scale!r}."
       )
 
   def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
@@ -156,7 +136,8 @@ class DynamicLossScale:
     """
     scale = state.scale
     grown = scale * np.float32(self.growth_factor)
-    may_grow = jnp.isfinite(grown) & (grown <= np.float32(self.max_scale))
+    # Infinity is above the largest scale.
+    may_grow = grown <= np.float32(self.max_scale)
     due = state.good_steps + 1 >= self.growth_interval
     if self.backoff_factor is None:
       # An array, also under `vmap`: XLA would multiply by the reciprocal of a
@@ -238,11 +219,11 @@ class LossScale(base.Base):
   policy: Policy | None = None
 
   def __post_init__(self) -> None:
-    scale, argument = self.scale, "LossScale: scale"
-    if isinstance(scale, str):
-      checks.one_of(argument, scale, ("dynamic", "auto"))
-    elif not isinstance(scale, (DynamicLossScale, FixedLossScale)):
-      object.__setattr__(self, "scale", _check_scale(argument, scale))
+    if isinstance(self.scale, str):
+      modes = ("dynamic", "auto")
+      checks.fields(self, checks.one_of, "scale", allowed=modes)
+    elif not isinstance(self.scale, (DynamicLossScale, FixedLossScale)):
+      checks.fields(self, _check_scale, "scale")
     if isinstance(self.policy, str):
       object.__setattr__(self, "policy", Policy(self.policy))
 
@@ -263,21 +244,20 @@ class LossScale(base.Base):
   def init(self, params: PyTree, tx: Any) -> State:
     """Returns the first state; `()` if `"auto"` finds nothing to scale."""
     del tx
-    if self.scale == "auto" and not self._uses_float16(params):
-      return ()
+    if self.scale == "auto":
+      dtypes = {trees.dtype_of(x) for x in jax.tree.leaves(params)}
+      if self.policy is not None:
+        dtypes.add(self.policy.compute_dtype)
+      if jnp.dtype(jnp.float16) not in dtypes:
+        return ()
     rule = self.rule
-    if isinstance(rule, FixedLossScale):
-      scale = rule.loss_scale
-    else:
-      scale = rule.initial_scale
+    scale = (
+      rule.loss_scale
+      if isinstance(rule, FixedLossScale)
+      else rule.initial_scale
+    )
     zero = jnp.zeros((), jnp.int32)
     return LossScaleState(jnp.array(scale, jnp.float32), zero, zero, zero)
-
-  def _uses_float16(self, params: PyTree) -> bool:
-    dtypes = [trees.dtype_of(x) for x in jax.tree.leaves(params)]
-    if self.policy is not None:
-      dtypes.append(self.policy.compute_dtype)
-    return jnp.dtype(jnp.float16) in dtypes
 
   def scale_loss(self, state: State, loss: jax.Array) -> jax.Array:
     """Returns the loss times the scale, in float32 (float64 stays).
@@ -335,23 +315,17 @@ class LossScale(base.Base):
     # Once, for the finite check and for the update in the branch.
     grads = gradients.deduplicate(grads)
     finite = replica_context.all_replicas(gradients.all_finite(grads))
-    leaves = jax.tree.leaves(grads)
-    treedef: Any = jax.tree.structure(grads)
     # A gradient enters the branch as the model computed it, if that is in 16
     # bits, and is unscaled there. Outside of it XLA would write it to memory in
     # float32: twice the bytes, on TPU the largest temporary of a step.
-    given = [_narrow(g, state.scale) for g in leaves]
-    is_scaled = [x is not g for x, g in zip(given, leaves, strict=True)]
+    given = jax.tree.map(lambda g: _narrow(g, state.scale), grads)
 
-    def update(target: base.Target, given: list[jax.Array]) -> base.Target:
+    def update(target: base.Target, given: PyTree) -> base.Target:
       divide = _divider(state.scale)
-      return next(
-        target,
-        treedef.unflatten(
-          divide(x) if scaled else x
-          for x, scaled in zip(given, is_scaled, strict=True)
-        ),
+      unscaled = jax.tree.map(
+        lambda x, g: x if x.dtype == g.dtype else divide(x), given, grads
       )
+      return next(target, unscaled)
 
     # A branch leaves donated buffers in place. To select between new and old
     # values would copy parameters and optimizer state. The branch that updates

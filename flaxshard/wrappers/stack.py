@@ -47,7 +47,6 @@ def check(wrappers: Iterable[base.Base]) -> Wrappers:
       f"{wrappers!r}."
     )
   wrappers = tuple(wrappers)
-  names: list[str] = []
   for i, wrapper in enumerate(wrappers):
     if not isinstance(wrapper, base.Base):
       raise TypeError(
@@ -55,19 +54,13 @@ def check(wrappers: Iterable[base.Base]) -> Wrappers:
         f"LossScale('dynamic') or LossScale(FixedLossScale(2.0)), got "
         f"{wrapper!r}. LoRA is the argument lora=."
       )
-    name = base.name_of(wrapper)
-    if name in names:
-      raise ValueError(
-        f"wrappers[{i}]: {name!r} is given twice; "
-        f"got {[base.name_of(w) for w in wrappers]}."
-      )
-    names.append(name)
     for outer in wrappers[:i]:
-      reason = _conflict(outer, wrapper)
-      if reason:
+      if outer.name == wrapper.name:
+        raise ValueError(f"wrappers[{i}]: {wrapper.name!r} is given twice.")
+      if reason := _conflict(outer, wrapper):
         raise ValueError(
-          f"wrappers[{i}]: {name!r} may not be inside of "
-          f"{base.name_of(outer)!r}, {reason}: put {name!r} first."
+          f"wrappers[{i}]: {wrapper.name!r} may not be inside of "
+          f"{outer.name!r}, {reason}: put {wrapper.name!r} first."
         )
   return wrappers
 
@@ -170,11 +163,11 @@ def init(
       for name, tree in collections.items():
         if values.has_per_replica(tree):
           raise TypeError(
-            f"wrapper {base.name_of(w)!r} keeps every collection per replica: "
+            f"wrapper {w.name!r} keeps every collection per replica: "
             f"{name!r} must not be a PerReplica, but the value of one replica."
           )
       state = state._replace(collections=dict(collections))
-    states[base.name_of(w)] = state
+    states[w.name] = state
   return add_replica_axis(wrappers, states, num_replicas)
 
 
@@ -230,16 +223,12 @@ def map_per_replica(
   """Applies `fn(wrapper's name, leaf)` to the per-replica leaves of states."""
   mapped = dict(states)
   for w in wrappers:
-    if not base.overrides(w, "specs"):
-      continue
-    name = base.name_of(w)
-    leaves: list[Any] = jax.tree.leaves(states[name])
-    treedef: Any = jax.tree.structure(states[name])
-    mask = base.per_replica_mask(w, states[name])
-    mapped[name] = treedef.unflatten(
-      fn(name, x) if is_own else x
-      for x, is_own in zip(leaves, mask, strict=True)
-    )
+    if base.overrides(w, "specs"):
+      mapped[w.name] = jax.tree.map(
+        lambda x, is_own, name=w.name: fn(name, x) if is_own else x,
+        states[w.name],
+        base.per_replica_mask(w, states[w.name]),
+      )
   return mapped
 
 
@@ -249,7 +238,7 @@ def swap_collections(
   """Exchanges the train state's collections for those of a replica."""
   states = dict(states)
   for w in wrappers:
-    name = base.name_of(w)
+    name = w.name
     if keeps_collections(states[name]):
       kept = states[name].collections
       states[name] = states[name]._replace(
@@ -267,7 +256,7 @@ def params(
 ) -> PyTree:
   """Returns the parameters to use; see `Base.params`."""
   for w in reversed(wrappers):
-    params = w.params(states[base.name_of(w)], params, mode)
+    params = w.params(states[w.name], params, mode)
   return params
 
 
@@ -276,7 +265,7 @@ def scale_loss(
 ) -> jax.Array:
   """Scales a loss by every wrapper, innermost first."""
   for w in reversed(wrappers):
-    loss = w.scale_loss(states[base.name_of(w)], loss)
+    loss = w.scale_loss(states[w.name], loss)
   return loss
 
 
@@ -284,12 +273,12 @@ def metrics(wrappers: Wrappers, states: States) -> dict[str, jax.Array]:
   """Returns the scalars that the wrappers want to have logged, by name."""
   scalars: dict[str, jax.Array] = {}
   for w in wrappers:
-    scalars.update(w.metrics(states[base.name_of(w)]))
+    scalars.update(w.metrics(states[w.name]))
   return scalars
 
 
 def pending(wrappers: Wrappers, states: States) -> list[str]:
-  """Returns what `Base.pending` of each wrapper returns, without None.
+  """Returns what the parameters lack, in a sentence for each such wrapper.
 
   Empty in a trace and for a state without values.
   """
@@ -298,5 +287,9 @@ def pending(wrappers: Wrappers, states: States) -> list[str]:
     isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in leaves
   ):
     return []
-  notes = [w.pending(states[base.name_of(w)]) for w in wrappers]
-  return [note for note in notes if note]
+  counts = {w.name: int(w.pending(states[w.name])) for w in wrappers}
+  return [
+    f"{name}: the gradients of the last {count} batches are not in params yet."
+    for name, count in counts.items()
+    if count
+  ]

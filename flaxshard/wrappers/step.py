@@ -7,7 +7,7 @@ are, and know no train state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 import contextvars
 import functools
 import types
@@ -99,21 +99,26 @@ def value_and_grad(
     scaled = stack.scale_loss(wrappers, local, weigh_loss(loss, grad_loss))
     return scaled, (loss, aux) if has_aux else loss
 
-  # Eagerly there is no compiler to save memory for.
-  is_compiling = _is_compiling()
+  # Operations are traced into a program, as by `jax.jit`. They are not under
+  # `jax.vmap` or `jax.grad` alone, and there is no compiler to save memory for.
+  is_compiling = isinstance(jnp.zeros(()), jax.core.Tracer)
   is_narrow = is_compiling and _unscales_16_bits(wrappers, local)
   # A barrier behind a cast from bfloat16 would hide the cast: replicas would
   # exchange the gradients in float32.
   is_gated = is_compiling and gate_gradients != "none"
-  differentiate: Callable[..., Any] = narrow_gradients.value_and_grad
-  if not (is_narrow or is_gated):
-    differentiate = _differentiate
+
+  def differentiate(fn: Callable[..., Any], params: PyTree) -> Any:
+    if is_narrow or is_gated:
+      return narrow_gradients.value_and_grad(fn, params)
+    return jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)
+
   mask = parameter_groups.sparse_mask(tx, trained)
-  if mask is not None:
-    differentiate = functools.partial(
-      lookups.value_and_grad, mask=mask, differentiate=differentiate
+  if mask is None:
+    (_, value), grads = differentiate(scaled_loss, trained)
+  else:
+    (_, value), grads = lookups.value_and_grad(
+      scaled_loss, trained, mask, differentiate
     )
-  (_, value), grads = differentiate(scaled_loss, trained)
   grads = gradients.normalize(grads)
   if is_gated:
     # XLA runs each operation as soon as its inputs exist. All outputs of a
@@ -124,19 +129,6 @@ def value_and_grad(
       lambda p, g: None if g is None else g.astype(p.dtype), trained, grads
     )
   return value, unscale_gradients(wrappers, local, grads)
-
-
-def _is_compiling() -> bool:
-  """Returns whether operations are traced into a program, as by `jax.jit`.
-
-  They are not under `jax.vmap` or `jax.grad` alone, which run operations on
-  other than their own tracers at once.
-  """
-  return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
-def _differentiate(fn: Callable[..., Any], params: PyTree) -> Any:
-  return jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)
 
 
 def scale_loss(wrappers: Wrappers, states: States, loss: jax.Array) -> Any:
@@ -165,7 +157,7 @@ def unscale_gradients(
   """
   grads = _to_dense_unless_taken(wrappers, "unscale_gradients", grads)
   for w in wrappers:
-    grads = w.unscale_gradients(states[base.name_of(w)], grads)
+    grads = w.unscale_gradients(states[w.name], grads)
   return grads
 
 
@@ -248,15 +240,10 @@ def update(
   grads = _check_gradients(tx, target.params, grads)
   context = replica_context.get_replica_context()
   is_local = stack.has_local_updates(wrappers)
-  reduced_at = None
   if context is None:
     grads = rows.gather_over_mesh(grads)
-  elif reduction is None:
-    reduced_at = 0
-  else:
-    reduced_at = _where_reduced(wrappers)
-    if not is_local:
-      extra = replica_context.mean_extra_args(extra)
+  elif reduction is not None and not is_local:
+    extra = replica_context.mean_extra_args(extra)
 
   def apply_tx(target: base.Target, grads: PyTree) -> base.Target:
     given = extra
@@ -276,13 +263,20 @@ def update(
       collections={**target.collections, **target.new_collections},
     )
 
-  # From the inside to the outside.
+  # What gradients pass through, from the outside to the optimizer.
+  layers = [functools.partial(_apply_wrapper, w) for w in wrappers]
+  layers.insert(0, functools.partial(_apply_dense, wrappers))
+  if context is not None and reduction is None:
+    layers.insert(0, functools.partial(_apply_reduced, None))
+  elif context is not None and not stack.reduces_gradients(wrappers):
+    kinds = ["", *(w.reduces for w in wrappers)]
+    # Before all others: a reduced gradient carries the NaN of any replica to
+    # all of them, so that LossScale needs no collective of its own.
+    position = kinds.index("inside") + 1 if "inside" in kinds else 0
+    layers.insert(position, functools.partial(_apply_reduced, reduction))
   apply: base.Next = apply_tx
-  for i in reversed(range(len(wrappers) + 1)):
-    if i < len(wrappers):
-      apply = functools.partial(_apply_first, wrappers[i:], apply)
-    if i == reduced_at:
-      apply = functools.partial(_apply_reduced, reduction, apply)
+  for layer in reversed(layers):
+    apply = functools.partial(layer, apply)
   if wrappers:
     target = target._replace(
       # A step that a user made may be weakly typed: lax.cond refuses branches
@@ -297,37 +291,27 @@ def update(
   return target
 
 
-def _where_reduced(wrappers: Wrappers) -> int | None:
-  """Returns before which wrapper gradients are reduced; None if by one."""
-  kinds = [w.reduces for w in wrappers]
-  if stack.reduces_gradients(wrappers):
-    return None
-  # Before all others: a reduced gradient carries the NaN of any replica to all
-  # of them, so that LossScale needs no collective of its own.
-  return kinds.index("inside") + 1 if "inside" in kinds else 0
+def _apply_wrapper(
+  wrapper: base.Base, next: base.Next, target: base.Target, grads: PyTree
+) -> base.Target:
+  state = target.wrapper_states[wrapper.name]
+  target, state = wrapper.apply(state, target, grads, next)
+  states = {**target.wrapper_states, wrapper.name: state}
+  return target._replace(wrapper_states=states)
 
 
-def _apply_first(
+def _apply_dense(
   wrappers: Wrappers, next: base.Next, target: base.Target, grads: PyTree
 ) -> base.Target:
-  """Applies gradients through the first wrapper, `next` through the others."""
-  grads = _to_dense_unless_taken(wrappers, "apply", grads)
-  name = base.name_of(wrappers[0])
-  target, state = wrappers[0].apply(
-    target.wrapper_states[name], target, grads, next
-  )
-  states = {**target.wrapper_states, name: state}
-  return target._replace(wrapper_states=states)
+  return next(target, _to_dense_unless_taken(wrappers, "apply", grads))
 
 
 def _apply_reduced(
   op: str | None, next: base.Next, target: base.Target, grads: PyTree
 ) -> base.Target:
-  """Applies gradients as `op` reduces them, or as they are if it is None."""
-  if op is None:
-    with replica_context.marked(aggregation_skipped=True):
-      return next(target, grads)
-  grads = replica_context.reduce_gradients(op, grads)
+  """Applies gradients as `op` reduces them; None: they are reduced already."""
+  if op is not None:
+    grads = replica_context.reduce_gradients(op, grads)
   with replica_context.marked(gradients_reduced=True):
     return next(target, grads)
 
@@ -344,58 +328,6 @@ def _check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
   return grads
 
 
-def check_extra(
-  tx: Any,
-  names: Iterable[str],
-  replaceable: Iterable[str] = (),
-  reserved: Collection[str] = (),
-) -> None:
-  """Raises a TypeError if a name is no argument of an optimizer's update.
-
-  `optax.chain` takes any name, and leaves out those that nothing uses.
-
-  Args:
-    tx: The optax optimizer.
-    names: The names that are given.
-    replaceable: Fields of the state that may be given too, for the message.
-    reserved: Fields that may not.
-  """
-  accepted = optimizer_update.accepted_arguments(tx) if names else None
-  for name in names:
-    if name in reserved or (accepted is not None and name not in accepted):
-      allowed = sorted({*replaceable, *(accepted or ())})
-      field = " no field that can be replaced, and" if replaceable else ""
-      raise TypeError(
-        f"{name!r} is{field} no argument of the optimizer; allowed: "
-        f"{', '.join(allowed) or 'none'}.{checks.did_you_mean(name, allowed)}"
-      )
-
-
-def reduce_collections(
-  wrappers: Wrappers,
-  collections: Mapping[str, PyTree],
-  structures: Mapping[str, Any] = types.MappingProxyType({}),
-) -> dict[str, PyTree]:
-  """Reduces new collections over the replicas, except per-replica leaves.
-
-  Args:
-    wrappers: The wrappers.
-    collections: The collections by name.
-    structures: The tree structures outside of `run` of those that have
-      per-replica leaves: inside nothing else shows them.
-  """
-  if stack.has_local_updates(wrappers):
-    return dict(collections)  # commits reduce them
-  groups = stack.groups_of(wrappers)
-  reduced = {}
-  for name, tree in collections.items():
-    leaves, treedef = jax.tree.flatten(tree)
-    tree = jax.tree.unflatten(structures.get(name, treedef), leaves)
-    tree = replica_context.mean_collection(tree, groups)
-    reduced[name] = jax.tree.unflatten(treedef, jax.tree.leaves(tree))
-  return reduced
-
-
 def _to_dense_unless_taken(
   wrappers: Wrappers, hook: str, grads: PyTree
 ) -> PyTree:
@@ -409,19 +341,13 @@ def _to_dense_unless_taken(
     hook: Name of the method that gets the gradients.
     grads: The gradients.
   """
-  unaware = [
-    w
-    for w in wrappers
-    if base.overrides(w, hook) and not w.takes_indexed_slices
-  ]
-  if not unaware:
-    return grads
   paths = [trees.path_string(path) for path in indexed_slices.find(grads)]
-  if not paths:
-    return grads
-  checks.warn(
-    f"wrapper {base.name_of(unaware[0])!r}: {hook} takes no IndexedSlices: the "
-    f"gradients of {', '.join(paths)} become whole arrays, and the step "
-    "updates whole tables. See takes_indexed_slices of flaxshard.wrappers.Base."
-  )
-  return indexed_slices.to_dense(grads)
+  for w in wrappers if paths else ():
+    if base.overrides(w, hook) and not w.takes_indexed_slices:
+      checks.warn(
+        f"wrapper {w.name!r}: {hook} takes no IndexedSlices: the gradients of "
+        f"{', '.join(paths)} become whole arrays, and the step updates whole "
+        "tables. See takes_indexed_slices of flaxshard.wrappers.Base."
+      )
+      return indexed_slices.to_dense(grads)
+  return grads

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -109,7 +110,7 @@ class Wrapped:
       ValueError: `grads` does not match `params`.
       TypeError: The optimizer has no such extra argument.
     """
-    step.check_extra(self.tx, extra)
+    optimizer_update.check_extra(self.tx, extra)
     target = base.Target(
       step=state.step,
       params=params,

@@ -1,4 +1,4 @@
-"""AGN with loss scaling, other collections, CrossShard and run_steps."""
+"""AGN with other wrappers and collections, and with unusual gradients."""
 
 import flax.linen as nn
 import jax
@@ -9,6 +9,7 @@ import pytest
 
 import flaxshard as fs
 
+P = jax.sharding.PartitionSpec
 FOUR = fs.Strategy(devices=jax.devices()[:4])
 PARAMS = {"w": np.arange(6, dtype=np.float32) / 4, "b": np.float32(0.5)}
 # Powers of two, so that sums are exact in any order.
@@ -41,6 +42,14 @@ def create(wrappers, params=PARAMS, tx=None, strategy=FOUR, **collections):
 
 def run(state, bad=ONES):
   return RUN(state, FOUR.shard_batch(XS), FOUR.shard_batch(bad))
+
+
+def apply_step(state, grads):
+  return state.apply_gradients(grads=grads)
+
+
+def apply(state, grads, strategy=FOUR):
+  return strategy.run(apply_step, args=(state, grads))
 
 
 def agn(state):
@@ -97,15 +106,15 @@ def test_a_skipped_step_adds_nothing():
   decay = optax.chain(optax.add_decayed_weights(0.5), SGD)
   wrappers = [fs.AGN(2), fs.LossScale(SCALE)]
   state = create(wrappers, tx=decay, strategy=None)
-  apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+  jitted = jax.jit(apply_step)
   grads = {"w": jnp.ones(6), "b": None}
-  before = apply(state, grads)
+  before = jitted(state, grads)
   infinite = {"w": jnp.full(6, jnp.inf), "b": jnp.float32(jnp.inf)}
-  state = apply(before, infinite)
+  state = jitted(before, infinite)
   np.testing.assert_array_equal(agn(state).grad_accum["w"], np.ones((1, 6)))
   jax.tree.map(np.testing.assert_array_equal, agn(state), agn(before))
   # No applied step of the period had a gradient of b: it does not decay.
-  state = apply(state, grads)
+  state = jitted(state, grads)
   assert int(agn(state).commits) == 1
   np.testing.assert_array_equal(state.params["b"], PARAMS["b"])
   wanted = PARAMS["w"] - 0.25 * (1 + 0.5 * PARAMS["w"])
@@ -182,7 +191,7 @@ def test_batch_statistics_are_per_replica_and_averaged_by_a_commit():
     np.testing.assert_allclose(stats, committed, rtol=1e-5, atol=1e-7)
     stored = agn(state).collections["batch_stats"]["BatchNorm_0"]["mean"]
     np.testing.assert_allclose(stored, own, rtol=1e-5)
-    assert stored.sharding.spec == jax.sharding.PartitionSpec("replica")
+    assert stored.sharding.spec == P("replica")
 
 
 def test_batch_statistics_of_one_replica_outside_of_run():
@@ -231,3 +240,97 @@ def test_gradients_by_hand_are_not_reduced_before_a_commit():
   jax.tree.map(np.testing.assert_array_equal, agn(state), agn(other))
   skipping = FOUR.run(lambda s, x: by_hand(s, x, True), args=(other, x))
   jax.tree.map(np.testing.assert_array_equal, agn(run(other)), agn(skipping))
+
+
+# Leaves without a gradient, and unusual trees.
+
+
+@pytest.mark.parametrize("commit", ["sequential", "mean"])
+def test_leaves_without_a_gradient_stay(commit):
+  params = {
+    "w": np.ones(6, np.float32),
+    "count": np.arange(5, dtype=np.int32),
+    "frozen": np.ones(3, np.float32),
+    "stopped": np.ones(3, np.float32),
+  }
+  frozen = lambda params: {k: "f" if k == "frozen" else "t" for k in params}
+  tx = optax.multi_transform(
+    {"t": optax.sgd(0.25, momentum=0.5), "f": optax.set_to_zero()}, frozen
+  )
+  state = create([fs.AGN(3, commit=commit)], params, tx)
+
+  def step(state):
+    _, grads = state.value_and_grad(
+      lambda p: p["w"].sum() + p["frozen"].sum() + p["stopped"].sum()
+    )
+    return state.apply_gradients(grads={**grads, "stopped": None})
+
+  run = FOUR.jit(step)
+  for _ in range(3):
+    state = run(state)
+  for tree in (state.params, agn(state).local_params):
+    for key in ("count", "frozen", "stopped"):
+      wanted = np.broadcast_to(params[key], tree[key].shape)
+      np.testing.assert_array_equal(tree[key], wanted)
+    assert not np.array_equal(tree["w"], np.ones(tree["w"].shape))
+  assert agn(state).grad_accum["count"] is None
+  assert agn(state).local_params["count"].dtype == params["count"].dtype
+
+
+@pytest.mark.parametrize(
+  ("commit", "delta"), [("sequential", True), ("mean", False)]
+)
+def test_a_leaf_without_a_gradient_at_the_commit(commit, delta):
+  # Both leaves have a gradient in the first step, one in the second step, at
+  # whose end the replicas commit.
+  tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.25))
+  wrapper = fs.AGN(2, commit=commit, commit_delta=delta)
+  ones = np.ones(2, np.float32)
+  params = {"a": ones, "b": ones, "never": ones}
+  state = create([wrapper], params, tx)
+  state = apply(state, {"a": ones, "b": ones, "never": None})
+  local = 1 - 0.25 * 1.5
+  np.testing.assert_array_equal(agn(state).local_params["b"], local)
+  state = apply(state, {"a": ones, "b": None, "never": None})
+  commits = np.repeat((1 - local) if delta else 0.5, 4)
+  if commit == "mean":
+    commits = commits[:1]
+  b, new_local = 1.0, []
+  for g in commits:
+    b -= 0.25 * (g + 0.5 * b)
+    new_local.append(b)
+  np.testing.assert_allclose(state.params["b"], b)
+  np.testing.assert_allclose(
+    agn(state).local_params["b"][:, 0], np.resize(new_local, 4)
+  )
+  np.testing.assert_array_equal(agn(state).grad_accum["b"], 0)
+  # A leaf that never has a gradient does not decay.
+  np.testing.assert_array_equal(state.params["never"], 1)
+  np.testing.assert_array_equal(agn(state).local_params["never"], 1)
+
+
+def test_an_update_that_depends_on_the_size_of_arrays():
+  # Above 12 elements in total, below on each device.
+  large = lambda params: jax.tree.map(lambda p: p.size > 12, params)
+  tx = optax.chain(optax.add_decayed_weights(1.0, mask=large), optax.sgd(0.5))
+  strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+  sharding = jax.sharding.NamedSharding(strategy.mesh, P(None, "model"))
+  w = jax.device_put(np.ones((8, 8), np.float32), sharding)
+  state = create([fs.AGN(1)], {"w": w}, tx, strategy)
+  state = apply(state, {"w": jnp.zeros((8, 8))}, strategy)
+  np.testing.assert_allclose(state.params["w"], 0.5**4)
+
+
+def test_trees_with_empty_leaves_and_containers():
+  params = {
+    "w": np.ones(4, np.float32),
+    "none": None,
+    "empty": np.ones((3, 0), np.float32),
+    "tuple": (np.ones(1, np.float32), {}),
+  }
+  state = create([fs.AGN(1)], params, optax.adam(0.25))
+  grads = jax.tree.map(jnp.ones_like, params)
+  new = apply(state, grads)
+  assert jax.tree.structure(new.params) == jax.tree.structure(params)
+  for leaf in (new.params["w"], new.params["tuple"][0]):
+    np.testing.assert_allclose(leaf, 1 - 0.25 * 4, atol=1e-4)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from compilations import count
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,3 +152,46 @@ def test_skipped_step_keeps_the_states_of_inner_wrappers(wrappers, counted):
   assert seen == counted
   assert int(state.step) == 2
   np.testing.assert_array_equal(state.params["w"], [1.0, -3.0])
+
+
+# Outside of a trace.
+
+SMALL = {"w": jnp.array([[1.0, -2.0], [0.5, 0.25]]), "b": jnp.ones(2)}
+LARGE = {"w": jnp.full((128, 128), 0.5)}
+
+
+def quadratic(params):
+  return sum((p**2).sum() for p in jax.tree.leaves(params))
+
+
+def eager_step(state):
+  return state.minimize(quadratic)[0]
+
+
+@pytest.mark.parametrize(
+  ("wrappers", "params"),
+  [
+    ([fs.LossScale("dynamic")], SMALL),
+    ([fs.LossScale("dynamic")], LARGE),
+    ([fs.LossScale("dynamic"), fs.AGN(2, commit="mean")], SMALL),
+  ],
+  ids=["dynamic", "large", "agn"],
+)
+def test_eager_steps_do_not_compile_again(wrappers, params):
+  state = create(wrappers, params, optax.sgd(0.125))
+  start = jax.tree.map(jnp.copy, state)
+  for _ in range(4):  # an AGN commit is every second step
+    state = eager_step(state)
+  with count() as compiled:
+    for _ in range(4):
+      state = eager_step(state)
+  assert compiled.total == 0
+
+  jitted, step = start, jax.jit(eager_step)
+  for _ in range(8):
+    jitted = step(jitted)
+  # Powers of two: eager and fused arithmetic round alike.
+  for got, want in zip(
+    jax.tree.leaves(state), jax.tree.leaves(jitted), strict=True
+  ):
+    assert jnp.array_equal(got, want)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import ml_collections
 import pytest
@@ -17,21 +18,18 @@ class Mine(fs.wrappers.Base):
 
   factors: tuple[float, ...] = (1.0,)
   rule: fs.DynamicLossScale | None = None
-  made: int = dataclasses.field(default=3, init=False)
 
 
-@pytest.fixture
-def mine(monkeypatch):
-  """The name that configs have for `Mine`, importable under it."""
-  import sys
-  import types
+def not_a_wrapper():
+  return 3
 
-  module = types.ModuleType("some_users_module")
-  module.Mine = Mine
-  module.not_a_wrapper = lambda: 3
-  monkeypatch.setitem(sys.modules, "some_users_module", module)
-  monkeypatch.setattr(Mine, "__module__", "some_users_module")
-  return "some_users_module:Mine"
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+  """Lets configs name what this file defines."""
+  monkeypatch.setitem(
+    sys.modules, "some_users_module", sys.modules[Mine.__module__]
+  )
 
 
 CONFIG = (
@@ -55,7 +53,7 @@ CONFIG = (
     ml_collections.ConfigDict({"wrappers": CONFIG}).wrappers,
   ],
 )
-def test_forms_of_a_config(mine, form):
+def test_forms_of_a_config(form):
   made = from_config(form)
   rule = fs.DynamicLossScale(initial_scale=1 / 3, min_scale=0.3)
   wanted = fs.LossScale("auto", policy="mixed_float16"), Mine((1.0, 2.5), rule)
@@ -86,7 +84,7 @@ def test_every_built_in_wrapper_has_a_name():
     (["loss_scale"] * 2, ValueError, "'loss_scale' twice"),
   ],
 )
-def test_mistakes(mine, entries, error, facts):
+def test_mistakes(entries, error, facts):
   with pytest.raises(error) as e:
     from_config(entries)
   assert all(fact in str(e.value) for fact in facts.split())

@@ -72,32 +72,27 @@ def test_returned_loss_does_not_overflow():
 # A skipped step changes nothing and copies nothing.
 
 
-def mlp_state(wrappers):
-  key = jax.random.key(0)
-  params = {
-    f"w{i}": jax.random.normal(jax.random.fold_in(key, i), (512, 512)) / 32
-    for i in range(3)
-  }
-  return fs.TrainState.create(
-    apply_fn=None, params=params, tx=optax.adam(1e-3), wrappers=wrappers
+def compiled_mlp_step(*wrappers):
+  shape = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=[shape] * 3,
+    tx=optax.adam(1e-3),
+    wrappers=wrappers,
   )
 
+  def loss_fn(params, x):
+    for w in params:
+      x = jnp.tanh(x @ w)
+    return (x**2).mean()
 
-def mlp_loss(params, x):
-  for w in params.values():
-    x = jnp.tanh(x @ w)
-  return (x**2).mean()
-
-
-def compiled_mlp_step(wrappers):
-  step = jax.jit(lambda s, x: s.minimize(mlp_loss, x), donate_argnums=0)
-  x = jnp.ones((4, 512))
-  return step.lower(mlp_state(wrappers), x).compile()
+  step = jax.jit(lambda s, x: s.minimize(loss_fn, x), donate_argnums=0)
+  return step.lower(state, jnp.ones((4, 512))).compile()
 
 
 def test_donated_adam_state_is_updated_in_place():
-  bare = compiled_mlp_step([]).memory_analysis()
-  ours = compiled_mlp_step([fs.LossScale("dynamic")])
+  bare = compiled_mlp_step().memory_analysis()
+  ours = compiled_mlp_step(fs.LossScale("dynamic"))
   memory = ours.memory_analysis()
   gradients = 3 * 512 * 512 * 4
   # To select between old and new would copy the state: three times this.
@@ -108,7 +103,7 @@ def test_donated_adam_state_is_updated_in_place():
 
 
 def test_fixed_scale_compiles_to_no_conditional():
-  assert "conditional(" not in compiled_mlp_step([fs.LossScale(8)]).as_text()
+  assert "conditional(" not in compiled_mlp_step(fs.LossScale(8)).as_text()
 
 
 def test_unclipped_gradients_are_checked():
@@ -127,15 +122,11 @@ def test_unclipped_gradients_are_checked():
 # All shards and replicas skip together.
 
 
-def mesh8():
-  return jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
 @pytest.mark.parametrize(
   ("spec", "shape"), [(P("x"), (8, 16)), (P(None, "x"), (128, 256))]
 )
 def test_one_nonfinite_shard_skips_the_step_on_every_shard(spec, shape):
-  mesh = mesh8()
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   sharding = NamedSharding(mesh, spec)
   put = lambda x: jax.device_put(np.asarray(x, np.float32), sharding)
   params = {"v": put(np.ones(shape)), "w": put(np.ones(shape))}
@@ -161,37 +152,119 @@ def test_one_nonfinite_shard_skips_the_step_on_every_shard(spec, shape):
   assert float(scale_state(skipped).scale) == 2.0**14
 
 
-def test_skipped_step_changes_only_the_scale():
-  tx = optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.adam(optax.linear_schedule(1.0, 0.0, 4)),
-  )
+# Leaves without a gradient, and statistics.
+
+OWG = "_overwrite_with_gradient"
+
+
+def partial_optimizers():
+  labels = lambda params: jax.tree.map(lambda _: "a", params)
+  return {
+    "adamw": optax.adamw(0.5, weight_decay=0.1),
+    "multi_transform": optax.multi_transform(
+      {"a": optax.adam(0.5), "b": optax.set_to_zero()}, labels
+    ),
+    "inject": optax.inject_hyperparams(optax.adam)(learning_rate=0.5),
+  }
+
+
+def slots(state, name):
+  return [
+    x
+    for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
+    if jax.tree_util.keystr(path).endswith(f"['{name}']")
+  ]
+
+
+@pytest.mark.parametrize(
+  ("name", "wrapped"),
+  [("adamw", False), ("multi_transform", True), ("inject", True)],
+)
+def test_none_gradient_keeps_parameter_and_slots(name, wrapped):
+  tx = partial_optimizers()[name]
+  params = {"w": jnp.ones(2), "n": jnp.full(2, 3.0)}
+  wrappers = [fs.LossScale("dynamic")] if wrapped else []
   state = fs.TrainState.create(
-    apply_fn=None,
-    params={"a": jnp.ones(2), "b": jnp.ones(3)},
-    tx=tx,
-    wrappers=[fs.LossScale("dynamic")],
-    batch_stats={"mean": jnp.zeros(2)},
+    apply_fn=None, params=params, tx=tx, wrappers=wrappers
   )
-  step = jax.jit(
-    lambda s, g, stats: s.apply_gradients(grads=g, batch_stats=stats)
-  )
-  good = {"a": jnp.ones(2), "b": jnp.ones(3)}
-  state = step(state, good, {"mean": jnp.full(2, 5.0)})
-  assert int(state.step) == 1
-  assert int(optax.tree.get(state.opt_state[1][1], "count")) == 1
-  bad = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf, 1.0])}
-  skipped = step(state, bad, {"mean": jnp.full(2, jnp.nan)})
-  assert int(skipped.step) == 1
-  assert int(optax.tree.get(skipped.opt_state[1][1], "count")) == 1
-  np.testing.assert_array_equal(skipped.batch_stats["mean"], [5.0, 5.0])
+  # A first step, so that the slots of `n` are not zero.
+  state = apply_step(state, {"w": jnp.ones(2), "n": jnp.full(2, -1.0)})
+  assert slots(state, "n")
+  assert all(np.asarray(x).any() for x in slots(state, "n"))
+  new = apply_step(state, {"w": jnp.ones(2), "n": None})
+  assert int(new.step) == 2
+  np.testing.assert_array_equal(new.params["n"], state.params["n"])
+  for a, b in zip(slots(new, "n"), slots(state, "n"), strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert (new.params["w"] < state.params["w"]).all()
+  for a, b in zip(slots(new, "w"), slots(state, "w"), strict=True):
+    assert (np.asarray(a) != np.asarray(b)).all()
+
+
+def test_integer_parameters_and_float0_gradients_pass_through():
+  tx = optax.adam(0.5)
+  params = {"w": jnp.full(2, 2.0), "i": jnp.array([7, 8])}
+  state = create(params, tx, 1024.0)
+  bare = tx.init({"w": params["w"]})
+
+  def loss_fn(params):
+    return (params["w"] * params["i"]).sum()
+
+  @jax.jit
+  def by_hand(state):
+    loss = lambda p: state.scale_loss(loss_fn(p))
+    grads = jax.grad(loss, allow_int=True)(state.params)
+    assert grads["i"].dtype == jax.dtypes.float0
+    grads = state.unscale_gradients(grads)
+    assert grads["i"].dtype == jax.dtypes.float0
+    return state.apply_gradients(grads=grads)
+
+  @jax.jit
+  def by_minimize(state):
+    return state.minimize(loss_fn)[0]
+
+  updates, _ = tx.update({"w": jnp.array([7.0, 8.0])}, bare, {"w": params["w"]})
+  wanted = params["w"] + updates["w"]
+  for step in (by_hand, by_minimize):
+    new = step(state)
+    np.testing.assert_array_equal(new.params["i"], [7, 8])
+    assert new.params["i"].dtype == jnp.int32
+    np.testing.assert_allclose(new.params["w"], wanted, rtol=1e-6)
+    for a, b in zip(slots(new, "i"), slots(state, "i"), strict=True):
+      np.testing.assert_array_equal(a, b)
+  _, grads = state.value_and_grad(loss_fn)
+  assert grads["i"] is None
+
+
+def test_statistics_replace_parameters():
+  params = {"params": {"w": jnp.ones(2)}, OWG: {"scale": jnp.array([1.0])}}
+  state = create(params, optax.adam(0.5), 1024.0)
+  scaled = {
+    "params": {"w": jnp.full(2, 1024.0)},
+    OWG: {"scale": jnp.array([3.0])},
+  }
+  grads = state.unscale_gradients(scaled)
+  np.testing.assert_array_equal(grads["params"]["w"], [1.0, 1.0])
+  np.testing.assert_array_equal(grads[OWG]["scale"], [3.0])
+  new = apply_step(state, grads)
+  np.testing.assert_array_equal(new.params[OWG]["scale"], [3.0])
+  np.testing.assert_allclose(new.params["params"]["w"], [0.5, 0.5], rtol=1e-5)
+
+
+def test_skipped_step_keeps_statistics_and_nonfinite_statistics_pass():
+  params = {
+    "params": {"w": jnp.ones(1), "n": jnp.ones(1)},
+    OWG: {"scale": jnp.array([1.0])},
+  }
+  state = create(params, optax.sgd(0.5, momentum=0.9))
+  grads = lambda w, s: {
+    "params": {"w": jnp.array([w]), "n": None},
+    OWG: {"scale": jnp.array([s])},
+  }
+  skipped = apply_step(state, grads(jnp.inf, 3.0))
   assert_trees_equal(skipped.params, state.params)
-  assert_trees_equal(skipped.opt_state, state.opt_state)
-  assert float(scale_state(skipped).scale) == 2.0**14
-  assert int(scale_state(skipped).skipped_steps) == 1
-
-
-def test_complex_gradients_are_unscaled():
-  state = create({"w": jnp.ones(1, jnp.complex64)}, optax.sgd(1.0), 4.0)
-  grads = state.unscale_gradients({"w": jnp.array([4.0 + 8.0j], jnp.complex64)})
-  assert complex(grads["w"][0]) == 1 + 2j
+  new = apply_step(skipped, grads(1.0, jnp.inf))
+  assert int(new.step) == 1
+  assert float(new.params[OWG]["scale"][0]) == np.inf
+  assert float(new.params["params"]["w"][0]) == 0.5
+  assert float(new.params["params"]["n"][0]) == 1.0

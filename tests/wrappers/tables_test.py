@@ -14,12 +14,6 @@ import tree_equality
 
 import flaxshard as fs
 
-RNG = np.random.default_rng(0)
-ROWS, WIDTH, PER_REPLICA = 40, 4, 6
-PARAMS = {
-  "table": RNG.normal(size=(ROWS, WIDTH)).astype(np.float32),
-  "w": RNG.normal(size=WIDTH).astype(np.float32),
-}
 SGD = optax.sgd(0.1)
 ADAM = optax.adam(0.1)
 
@@ -29,31 +23,10 @@ def strategy_of(replicas):
   return fs.Strategy(devices=jax.devices()[:replicas])
 
 
-def make_batches(replicas, steps, size=PER_REPLICA):
-  rng = np.random.default_rng(1)
-  count = replicas * size
-  return [
-    {
-      "ids": rng.integers(0, ROWS, count).astype(np.int32),
-      "y": rng.normal(size=count).astype(np.float32),
-    }
-    for _ in range(steps)
-  ]
-
-
-def loss_fn(params, batch):
-  predicted = params["table"][batch["ids"]] @ params["w"]
-  return ((predicted - batch["y"]) ** 2).mean()
-
-
-def step(state, batch):
-  return state.minimize(loss_fn, batch)
-
-
-def create(tx, wrappers, strategy=None, params=PARAMS, sparse=("table",)):
+def create(tx, wrappers, strategy=None, params=None, sparse=("table",)):
   return fs.TrainState.create(
     apply_fn=None,
-    params=jax.tree.map(jnp.asarray, params),
+    params=params or sparse_states.params(),
     tx=tx,
     wrappers=wrappers,
     strategy=strategy,
@@ -61,27 +34,21 @@ def create(tx, wrappers, strategy=None, params=PARAMS, sparse=("table",)):
   )
 
 
-def train(tx, wrappers, batches, replicas=1, state=None, sparse=("table",)):
+def train(tx, wrappers, steps, replicas, sparse=("table",)):
   strategy = strategy_of(replicas)
-  state = state or create(tx, wrappers, strategy, sparse=sparse)
-  run = strategy.jit(step)
-  for batch in batches:
-    state, _ = run(state, strategy.shard_batch(batch))
+  state = create(tx, wrappers, strategy, sparse=sparse)
+  run = strategy.jit(sparse_states.train_step)
+  for i in range(steps):
+    state, _ = run(state, strategy.shard_batch(sparse_states.batch(i % 3)))
   return state
-
-
-def assert_close(a, b):
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_rows_around_an_average_equal_whole_gradients():
-  batches = make_batches(4, 7)
-  state = train(SGD, [fs.EMA(0.5)], batches, 4)
-  dense = train(SGD, [fs.EMA(0.5)], batches, 4, sparse=())
-  assert_close(state.params, dense.params)
-  assert_close(state.wrapper_states, dense.wrapper_states)
+  state = train(SGD, [fs.EMA(0.5)], 7, 4)
+  dense = train(SGD, [fs.EMA(0.5)], 7, 4, sparse=())
+  tree_equality.assert_trees_close(state.params, dense.params)
+  tree_equality.assert_trees_close(state.wrapper_states, dense.wrapper_states)
 
 
 @pytest.mark.parametrize(
@@ -94,30 +61,30 @@ def test_rows_around_an_average_equal_whole_gradients():
 )
 def test_tables_are_dense_with_one_warning(wrapper):
   wrappers = [fs.LossScale(8.0), wrapper]
-  batches = make_batches(2, 3)
   with pytest.warns(UserWarning) as caught:
-    state = train(ADAM, wrappers, batches, 2)
+    state = train(ADAM, wrappers, 3, 2)
   (warning,) = caught
   assert f"'{wrapper.name}'" in str(warning.message)
   assert "table" in str(warning.message)
-  dense = train(ADAM, wrappers, batches, 2, sparse=())
-  assert_close(state, dense)
+  dense = train(ADAM, wrappers, 3, 2, sparse=())
+  for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(dense), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", ["run", "jit"])
 def test_a_table_whose_rows_are_split_has_the_values_of_a_whole_one(way):
   strategy = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
-  sharding = jax.NamedSharding(strategy.mesh, jax.P("model"))
-  split = {**PARAMS, "table": jax.device_put(PARAMS["table"], sharding)}
-  state, wanted = create(ADAM, [], strategy, split), create(ADAM, [])
+  state = sparse_states.create(strategy, ADAM, spec=jax.P("model"))
+  sharding, wanted = state.params["table"].sharding, create(ADAM, [])
+  step = sparse_states.train_step
   jitted = strategy.jit(step) if way == "run" else jax.jit(step)
-  for batch in make_batches(2, 3):
+  for batch in map(sparse_states.batch, range(3)):
     state, _ = jitted(state, strategy.shard_batch(batch))
     wanted, _ = step(wanted, batch)
   assert state.params["table"].sharding.is_equivalent_to(sharding, 2)
-  assert_close(
-    (state.params, state.opt_state), (wanted.params, wanted.opt_state)
-  )
+  assert sharding.spec == jax.P("model")
+  tree_equality.assert_trees_close(state.params, wanted.params)
+  tree_equality.assert_trees_close(state.opt_state, wanted.opt_state)
 
 
 def test_small_gradients_of_rows_in_float16():
@@ -181,27 +148,28 @@ class Watch(fs.wrappers.Base):
   """Overrides neither of the methods that get gradients."""
 
 
+BATCH = sparse_states.batch(0)
+
+
 def test_a_custom_wrapper_gets_whole_gradients_and_a_warning():
-  batch = make_batches(1, 1)[0]
   with pytest.warns(UserWarning, match=r"'sign'.*table.*takes_indexed_slices"):
-    state, _ = step(create(SGD, [Sign()]), batch)
-  dense, _ = step(create(SGD, [Sign()], sparse=()), batch)
+    state, _ = sparse_states.train_step(create(SGD, [Sign()]), BATCH)
+  dense, _ = sparse_states.train_step(create(SGD, [Sign()], sparse=()), BATCH)
   tree_equality.assert_trees_equal(state.params, dense.params)
 
 
 @pytest.mark.parametrize("wrapper", [RowSign(), Watch()])
 def test_a_custom_wrapper_that_takes_rows_gets_rows(wrapper):
-  batch = make_batches(1, 1)[0]
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     # Momentum moves the other rows if the gradient is a whole array.
     tx = optax.chain(optax.trace(0.9), optax.sgd(0.1))
-    state, _ = step(create(tx, [wrapper]), batch)
-    unused = np.flatnonzero(~np.isin(np.arange(ROWS), batch["ids"]))
-    trace = jax.tree.map(lambda x: x.at[...].set(1), state.opt_state)
-    new, _ = step(state.replace(opt_state=trace), batch)
+    state = create(tx, [wrapper])
+    trace = jax.tree.map(jnp.ones_like, state.opt_state)
+    new, _ = sparse_states.train_step(state.replace(opt_state=trace), BATCH)
+  unused = ~np.isin(np.arange(sparse_states.ROWS), BATCH["ids"])
   np.testing.assert_array_equal(
-    new.params["table"][unused, :], PARAMS["table"][unused, :]
+    new.params["table"][unused], state.params["table"][unused]
   )
 
 

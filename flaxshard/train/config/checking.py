@@ -19,7 +19,6 @@ from flaxshard.core import registry
 from flaxshard.data import factories
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import FIELDS
-from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 # Whether a larger or a smaller value is better, with a mode of "auto".
@@ -238,7 +237,7 @@ def _check_wrappers(config: Mapping[str, Any]) -> None:
   if config["mesh"]["per_replica"] or config["mesh"]["replica"] == 1:
     return
   given = wrappers.from_config(config["wrappers"])
-  names = [base.name_of(w) for w in given if stack.reduces_gradients((w,))]
+  names = [w.name for w in given if stack.reduces_gradients((w,))]
   if names:
     raise ValueError(
       f"config.wrappers: {', '.join(names)} reduces the gradients of the "
