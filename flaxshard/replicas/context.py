@@ -42,7 +42,9 @@ class ReplicaContext:
   Attributes:
     num_replicas_in_sync: The number of replicas.
     gradients_reduced: True while gradients are applied that are the same on
-      all replicas: they have been reduced, or the user says so.
+      all replicas, because they have been reduced.
+    aggregation_skipped: True while gradients are applied that the user does not
+      want to be reduced.
     first_replica: The number of replica 0 among those of all workers, for PRNG
       keys; see `number_from`.
     params: The parameters of each TrainState that `run` received, as
@@ -62,6 +64,7 @@ class ReplicaContext:
 
   num_replicas_in_sync: int
   gradients_reduced: bool = False
+  aggregation_skipped: bool = False
   first_replica: int = 0
   params: tuple[PyTree, ...] = ()
 

@@ -112,7 +112,7 @@ class CrossShard(base.Base):
         "CrossShard: apply_gradients is called outside of Strategy.run, where "
         "there are no replicas: the gradients are not reduced.",
       )
-    if context is None or context.gradients_reduced:
+    if context is None or context.aggregation_skipped:
       return next(target, grads), state
     grads = replica_context.reduce_gradients(self.reduction, grads, self.groups)
     # With several groups the gradients are equal within a group only: inner

@@ -309,10 +309,12 @@ def _apply_dense(
 def _apply_reduced(
   op: str | None, next: base.Next, target: base.Target, grads: PyTree
 ) -> base.Target:
-  """Applies gradients as `op` reduces them; None: they are reduced already."""
+  """Applies gradients as `op` reduces them, or as they are if it is None."""
   if op is not None:
     grads = replica_context.reduce_gradients(op, grads)
-  with replica_context.marked(gradients_reduced=True):
+  with replica_context.marked(
+    gradients_reduced=op is not None, aggregation_skipped=op is None
+  ):
     return next(target, grads)
 
 
