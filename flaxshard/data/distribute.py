@@ -161,8 +161,8 @@ class DistributedDataset:
       than the others, or differs from the first batch in shape, dtype or
       structure; or its integers do not fit their dtype on the device. The
       message names the path.
-    TypeError: `iterable` is not an iterable, or is a single batch. Iterating:
-      a leaf is not numeric.
+    TypeError: `iterable` is a single batch. Iterating: it is not an iterable,
+      or a leaf is not numeric.
 
   Example:
     >>> import numpy as np
@@ -186,12 +186,8 @@ class DistributedDataset:
     joined: int = 1,
     **options: Any,
   ):
-    # A class with __getitem__ alone can be iterated over, but is no Iterable.
-    iterates = isinstance(iterable, Iterable) or hasattr(
-      iterable, "__getitem__"
-    )
-    # A dict and a string are iterables too, but of keys and characters.
-    if isinstance(iterable, (Mapping, str, bytes)) or not iterates:
+    # These are iterables too, but of keys and characters.
+    if isinstance(iterable, (Mapping, str, bytes)):
       raise TypeError(
         "iterable must be an iterable of batches, got "
         f"{type(iterable).__name__}; shard_batch takes a single batch."

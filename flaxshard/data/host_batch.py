@@ -112,13 +112,11 @@ def pad(path: str, x: Array, shape: tuple[int, ...]) -> Array:
     raise ValueError(
       f"batch[{path}] has finite numbers that overflow in {out.dtype}."
     ) from e
-  filled = len(x)
-  while 0 < filled < len(out):
+  if 0 < len(x) < len(out):
     # Not zeros: a loss that is finite for every example is then finite for the
     # padding too. log(0), or the gradient of a norm at 0, is not. All rows in
     # turn: means that ignore the mask stay close to those of the batch.
-    out[filled : 2 * filled] = out[: min(filled, len(out) - filled)]
-    filled *= 2
+    out[len(x) :] = out[np.arange(len(out) - len(x)) % len(x)]
   return out
 
 

@@ -77,16 +77,11 @@ class Padder:
         f"bucket={self.bucket!r} pads batches, which needs a mask, got "
         "mask=None."
       )
-    if self.bucket is None and self.bucket_dims is not None:
-      raise ValueError(
-        f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
-      )
-    if self.bucket is not None and self.bucket_dims is None:
-      self.bucket_dims = (1,)
     # The dimensions that vary, by path.
-    self._varying = (
-      {} if self.bucket is None else sharding.by_path(self.bucket_dims)
-    )
+    self._varying = {}
+    if self.bucket is not None:
+      dims = (1,) if self.bucket_dims is None else self.bucket_dims
+      self._varying = sharding.by_path(dims)
     # Those of the first batch: shapes by path, shardings by path, the rows of a
     # full batch of this process, and by dimension that is padded the number
     # that its size is a multiple of.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -154,12 +153,6 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
       "task of train_and_evaluate, fs.load or fs.export."
     )
   where, found, given = registry.find("config.task", config.task, BUILTIN)
-  if not inspect.isclass(found) and hasattr(found, "loss"):
-    if given:
-      raise ValueError(
-        f"{where} is an object, which takes no arguments, got {given!r}."
-      )
-    return adapt(found, where)
   policy = Policy(config.precision)
   offered = {
     "policy": policy,

@@ -340,24 +340,23 @@ def test_a_function_gets_the_context_and_returns_batches_of_replicas():
 # Arguments.
 
 
-def test_an_invalid_iterable_raises():
-  for iterable, got in ((examples(8), "dict"), ("data", "str"), (3, "int")):
-    with pytest.raises(TypeError, match=f"iterable .* {got}"):
-      distributed(iterable)
+@pytest.mark.parametrize("iterable", [examples(8), "data", 3])
+def test_an_invalid_iterable_raises(iterable):
+  with pytest.raises(TypeError, match="iterable"):
+    iter(distributed(iterable))
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_skipped_batches_are_not_returned(is_stream):
-  splits = data.digits()
-  if is_stream:
-    numbers = [{"labels": np.int32(i)} for i in range(200)]
-    splits = data.Splits(grain.MapDataset.source(numbers).to_iter_dataset())
+  numbers = data.Arrays(np.arange(200))
+  source = grain.MapDataset.source(numbers).to_iter_dataset()
+  splits = data.Splits(source if is_stream else numbers)
   returned = []
   for skipped in (0, 3):
-    source = data.train_iterator(splits, batch_size=8, seed=0)
-    with iter(distributed(source, mask=None)) as iterator:
+    batches = data.train_iterator(splits, batch_size=8, seed=0)
+    with iter(distributed(batches, mask=None)) as iterator:
       iterator.skip(skipped)
-      returned.append([next(iterator)["labels"].tolist() for _ in range(5)])
+      returned.append([next(iterator)["inputs"].tolist() for _ in range(5)])
       state = iterator.get_state()
   assert returned[1][:2] == returned[0][3:]
   assert state["examples"] == 64 if is_stream else state == {"next_index": 8}
