@@ -326,5 +326,4 @@ def check_used(
   argument: str, patterns: tuple[str, ...], params: PyTree
 ) -> None:
   """Raises unless each pattern is the first that matches some parameter."""
-  paths = [trees.path_string(path) for path in trees.paths(params)]
-  patterns_lib.check_used(argument, patterns, paths)
+  patterns_lib.check_used(argument, patterns, trees.names(params))

@@ -27,9 +27,9 @@ def path_strings(path: Path) -> tuple[str, ...]:
   return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def paths(tree: PyTree) -> list[Path]:
-  """Returns the key path of each leaf of a tree."""
-  return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+def names(tree: PyTree) -> list[str]:
+  """Returns the `path_string` of each leaf of a tree."""
+  return [path_string(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def leaves_by_path(

@@ -18,7 +18,6 @@ from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.nnx import variables as variables_lib
 from flaxshard.partitioning import rules as rules_lib
-from flaxshard.replicas import context as replica_context
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import nnx_adapter
@@ -156,7 +155,6 @@ class Optimizer(nnx.Optimizer[M]):
     model: Any = None,
     *args: Any,
     has_aux: bool = False,
-    gate_gradients: str = "none",
     **kwargs: Any,
   ) -> Any:
     """Differentiates `loss_fn(model, *args, **kwargs)` through the wrappers.
@@ -175,8 +173,6 @@ class Optimizer(nnx.Optimizer[M]):
         of the module and the rest is returned, as by `nnx.value_and_grad`.
       *args: Further arguments of `loss_fn`.
       has_aux: Whether `loss_fn` returns auxiliary output.
-      gate_gradients: "none", "op" or "graph": which gradients must be there
-        before one of them is used; see `TrainState.value_and_grad`.
       **kwargs: Keyword arguments of `loss_fn`.
 
     Returns:
@@ -190,33 +186,22 @@ class Optimizer(nnx.Optimizer[M]):
       ValueError: The loss is no scalar.
     """
     if model is None:
-      return functools.partial(
-        self.value_and_grad,
-        loss_fn,
-        has_aux=has_aux,
-        gate_gradients=gate_gradients,
-      )
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+      return functools.partial(self.value_and_grad, loss_fn, has_aux=has_aux)
     # Split together: objects may share variables, such as random streams.
-    objects = (model, *filter(_is_object, leaves))
+    given = (model, args, kwargs)
     in_wrt = nnx.filterlib.to_predicate(self.wrt)
-    # The model is the first of the objects.
     is_trained = lambda path, x: path[0] == 0 and in_wrt(path[1:], x)
-    graphdef, *states = nnx.split(objects, is_trained, ...)
+    graphdef, *states = nnx.split(given, is_trained, ...)
     trained, others = states
     before = dict(nnx.to_flat_state(others))
 
     def pure_loss(params: PyTree) -> tuple[Any, tuple[Any, nnx.State]]:
-      given = _with_arrays(trained, params)
-      copies = nnx.merge(graphdef, given, others, copy=True)
-      # Anything but objects is passed as it is: the loss may branch on a flag.
-      rest = iter(copies[1:])
-      given_args, given_kwargs = jax.tree.unflatten(
-        treedef, [next(rest) if _is_object(x) else x for x in leaves]
-      )
-      output = loss_fn(copies[0], *given_args, **given_kwargs)
+      differentiated = _with_arrays(trained, params)
+      copies = nnx.merge(graphdef, differentiated, others, copy=True)
+      own_model, own_args, own_kwargs = copies
+      output = loss_fn(own_model, *own_args, **own_kwargs)
       loss, aux = step_lib.split_loss(output, has_aux)
-      known = before | dict(nnx.to_flat_state(given))
+      known = before | dict(nnx.to_flat_state(differentiated))
       # What the loss leaves alone is no output, so that a transformation
       # neither copies nor carries it.
       changed = [
@@ -233,7 +218,6 @@ class Optimizer(nnx.Optimizer[M]):
       self._split(model)[0],
       pure_loss,
       has_aux=True,
-      gate_gradients=gate_gradients,
     )
     held = dict(nnx.to_flat_state(self.before))
     first = {
@@ -243,7 +227,7 @@ class Optimizer(nnx.Optimizer[M]):
     }
     if self.wrappers and first:
       self.before = nnx.data(nnx.from_flat_state([*(held | first).items()]))
-    nnx.update(objects, changed)
+    nnx.update(given, changed)
     grads = _with_arrays(nnx.state(model, self.wrt), grads)
     return (loss, aux) if has_aux else loss, grads
 
@@ -300,11 +284,6 @@ class Optimizer(nnx.Optimizer[M]):
         f"update: grads is the module, a {type(grads).__name__}. Write "
         "optimizer.update(model, grads)."
       )
-    if replica_context.get_replica_context() is not None:
-      raise ValueError(
-        "update: inside Strategy.run each replica would train a module of its "
-        "own. Make a TrainState with create_train_state(model, ...)."
-      )
     if not self.wrappers:
       return super().update(model, grads, **kwargs)
     optimizer_update.check_extra(self.tx, kwargs)
@@ -341,42 +320,6 @@ class Optimizer(nnx.Optimizer[M]):
       self.before = nnx.data(nnx.State({}))
     self._assign(result.step, result.opt_state, result.wrapper_states)
     return jax.tree.map(lambda n, o: n - o, result.params, params)
-
-  def get_slot_names(self, model: Any) -> list[str]:
-    """Returns the names of the arrays that exist for each parameter.
-
-    Args:
-      model: The module.
-
-    Returns:
-      The names, sorted; see `TrainState.get_slot_names`.
-    """
-    return self.train_state(model).get_slot_names()
-
-  def get_slot(self, model: Any, path: str, name: str) -> jax.Array | None:
-    """Returns the array that the optimizer or a wrapper keeps for a parameter.
-
-    Args:
-      model: The module.
-      path: The path of the parameter, such as `"linear/kernel"`.
-      name: One of `get_slot_names(model)`; see `TrainState.get_slot`.
-
-    Returns:
-      The array; None if this parameter has no such slot and another one has.
-
-    Raises:
-      ValueError: No parameter has this path, or none has a slot of this name.
-
-    Example:
-      >>> import flaxshard as fs, optax
-      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-      >>> optimizer = fs.nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-      >>> optimizer.get_slot_names(model)
-      ['m', 'v']
-      >>> optimizer.get_slot(model, "bias", "m").tolist()
-      [0.0]
-    """
-    return self.train_state(model).get_slot(path, name)
 
   def eval_params(self, model: Any) -> PyTree:
     """Returns the parameters to evaluate and to export.
@@ -501,10 +444,6 @@ def _with_arrays(variables: nnx.State, tree: PyTree) -> nnx.State:
   )
   state: nnx.State = jax.tree.unflatten(jax.tree.structure(variables), leaves)
   return state
-
-
-def _is_object(x: Any) -> bool:
-  return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -75,22 +75,25 @@ def update(
     True
   """
   given = traverse_util.flatten_dict(fields_lib.variables(state))
-  shapes: dict[nnx_adapter.Place, Any] = {}
+  own: dict[nnx_adapter.Place, Any] = {}
   new = []
   for part, places in parts(model, wrt):
-    own = dict(zip(places, jax.tree.leaves(part), strict=True))
+    leaves = dict(zip(places, jax.tree.leaves(part), strict=True))
+    own |= leaves
     # Calls may have added others to the module, such as sown values.
-    leaves = [jnp.copy(given.get(place, x)) for place, x in own.items()]
-    new.append(jax.tree.unflatten(jax.tree.structure(part), leaves))
-    shapes |= {place: jnp.shape(x) for place, x in own.items()}
-  for place in [*given, *(p for p in shapes if p[0] in ("params", "frozen"))]:
-    wanted = jnp.shape(given[place]) if place in given else None
-    if shapes.get(place) != wanted:
-      raise ValueError(
-        "model must have the structure of the module that the state was made "
-        f"of; its {'/'.join(place)} has the shape {shapes.get(place)}, in the "
-        f"state {wanted}."
-      )
+    copies = [jnp.copy(given.get(place, x)) for place, x in leaves.items()]
+    new.append(jax.tree.unflatten(jax.tree.structure(part), copies))
+  wanted = {
+    place: x
+    for place, x in own.items()
+    if place in given or place[0] in ("params", "frozen")
+  }
+  difference = trees.difference_by_path(given, wanted, dtypes=False)
+  if difference:
+    raise ValueError(
+      "model must have the structure of the module that the state was made of; "
+      f"the state differs at {difference}."
+    )
   for part in new:
     nnx.update(model, part)
 
@@ -98,15 +101,12 @@ def update(
 def assign(variables: PyTree, arrays: PyTree) -> None:
   """Sets each variable of a tree to the array at its path."""
   arrays = trees.conform("the state given", arrays, nnx.as_pure(variables))
-  nodes = jax.tree.leaves(
-    variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  jax.tree.map(
+    lambda variable, x: variable.set_value(x),
+    variables,
+    arrays,
+    is_leaf=lambda x: isinstance(x, nnx.Variable),
   )
-  values = iter(jax.tree.leaves(arrays))
-  for variable in nodes:
-    treedef: Any = jax.tree.structure(variable.get_raw_value())
-    variable.set_value(
-      treedef.unflatten([next(values) for _ in range(treedef.num_leaves)])
-    )
 
 
 # -- On the mesh of a strategy.

@@ -177,7 +177,7 @@ class Step:
     for part, traced in parts:
       # By its type and paths: static fields may differ from call to call.
       if type(part) is type(self.state) and (
-        trees.paths(part) == trees.paths(self.state)
+        trees.names(part) == trees.names(self.state)
       ):
         leaves = map(jax.tree.leaves, (part, traced))
         return [

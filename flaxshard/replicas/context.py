@@ -23,6 +23,7 @@ from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import rows
 from flaxshard.replicas import values
 
@@ -267,6 +268,35 @@ def num_replicas() -> int:
   return 1 if context is None else context.num_replicas_in_sync
 
 
+def specs_within(params: PyTree) -> PyTree:
+  """Returns the PartitionSpecs of parameters over the logical devices.
+
+  Args:
+    params: The parameters of a TrainState that `Strategy.run` received.
+
+  Returns:
+    A tree of PartitionSpecs. They are empty if two TrainStates have parameters
+    of the same shapes but other PartitionSpecs.
+  """
+  context = _current.get()
+  structure: Any = jax.tree.structure(params)
+  shapes = [x.shape for x in jax.tree.leaves(params)]
+  found = set()
+  for arrived in () if context is None else context.params:
+    leaves: list[Any] = jax.tree.leaves(arrived)
+    same_structure = jax.tree.structure(arrived) == structure
+    if same_structure and [x.shape for x in leaves] == shapes:
+      shardings = [x.sharding for x in leaves]
+      found.add(
+        tuple(
+          specs_lib.only(s.spec, mesh_lib.logical_axes(s.mesh))
+          for s in shardings
+        )
+      )
+  specs = found.pop() if len(found) == 1 else [jax.P()] * len(shapes)
+  return structure.unflatten(specs)
+
+
 def reduce_over_replicas(
   op: str, tree: PyTree, groups: rows.Groups = None
 ) -> PyTree:
@@ -365,24 +395,25 @@ def reduce_gradients(
     grads: This replica's gradients, from `gradients.normalize`.
     groups: As in `reduce_over_replicas`.
   """
-  # The warnings of `Strategy.run` look for these that are the same already.
-  mark = lambda x: checkpoint_name(x, GRADIENTS)
-  grads = jax.tree.map(
-    lambda x: x.map_values(mark) if is_indexed_slices(x) else mark(x),
-    grads,
-    is_leaf=is_indexed_slices,
-  )
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(
+  flat, treedef = jax.tree_util.tree_flatten_with_path(
     grads, is_leaf=is_indexed_slices
   )
-  statistics = [gradients.is_statistic(path) for path, _ in leaves]
-  found = {i: g for i, (_, g) in enumerate(leaves)}
+  # The warnings of `Strategy.run` look for these that are the same already.
+  mark = lambda x: checkpoint_name(x, GRADIENTS)
+  marked = [
+    g.map_values(mark) if is_indexed_slices(g) else mark(g) for _, g in flat
+  ]
   # One collective for all gradients, and one for all statistics.
-  for kind, kind_op in ((False, op), (True, "max")):
-    part = {i: g for i, g in found.items() if statistics[i] is kind}
-    if part:
-      found |= reduce_over_replicas(kind_op, part, groups)
-  return jax.tree.unflatten(treedef, list(found.values()))
+  ops = ["max" if gradients.is_statistic(path) else op for path, _ in flat]
+  reduced = {
+    o: iter(
+      reduce_over_replicas(
+        o, [g for g, own in zip(marked, ops, strict=True) if own == o], groups
+      )
+    )
+    for o in sorted(set(ops))
+  }
+  return jax.tree.unflatten(treedef, [next(reduced[o]) for o in ops])
 
 
 def mean_collection(tree: PyTree, groups: rows.Groups = None) -> PyTree:
@@ -396,25 +427,45 @@ def mean_collection(tree: PyTree, groups: rows.Groups = None) -> PyTree:
     tree: A tree of arrays, the values of this replica.
     groups: Groups of equal size; None for all replicas.
   """
-  firsts = [min(group) for group in groups or [[0]]]
 
   def mean_or_first(x: Any) -> Any:
     if values.is_per_replica(x):
       return x
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return reduce_over_replicas("mean", x, groups)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      data = mean_or_first(jax.random.key_data(x))
-      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    # The sum of the first replica's value and of zeros from the others.
-    is_first = jnp.isin(jax.lax.axis_index(mesh_lib.REPLICA), jnp.array(firsts))
-    masked = jnp.where(is_first, x, jnp.zeros_like(x))
-    total = reduce_over_replicas("sum", _as_number(masked), groups)
-    return total.astype(x.dtype)
+    return bits_of_first(x, groups)
 
   if num_replicas() == 1:
     return tree
   return jax.tree.map(mean_or_first, tree, is_leaf=values.is_per_replica)
+
+
+def bits_of_first(x: jax.Array, groups: rows.Groups = None) -> jax.Array:
+  """Returns what the first replica of each group has, to the last bit.
+
+  Args:
+    x: An array of any dtype, the values of this replica.
+    groups: Groups of equal size; None for all replicas.
+  """
+  # `psum` takes neither keys nor booleans.
+  if trees.is_prng_key(x):
+    data = bits_of_first(jax.random.key_data(x), groups)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  if jnp.iscomplexobj(x):
+    return jax.lax.complex(
+      bits_of_first(x.real, groups), bits_of_first(x.imag, groups)
+    )
+  if jnp.issubdtype(x.dtype, jnp.floating):
+    # The sum of integers keeps every bit; -0.0 + 0.0 would be 0.0.
+    same_size = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    bits = bits_of_first(jax.lax.bitcast_convert_type(x, same_size), groups)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+  firsts = jnp.array([min(group) for group in groups or [[0]]])
+  is_first = jnp.isin(jax.lax.axis_index(mesh_lib.REPLICA), firsts)
+  # The sum of the first replica's value and of zeros from the others.
+  summand = jnp.where(is_first, _as_number(x), 0)
+  total = jax.lax.psum(summand, mesh_lib.REPLICA, axis_index_groups=groups)
+  return total.astype(x.dtype)
 
 
 def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -430,8 +481,7 @@ def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
   """
   reduced = dict(extra)
   if "value" in extra:
-    value = jnp.asarray(extra["value"])
-    reduced["value"] = mean_collection(value)
+    reduced["value"] = mean_collection(jnp.asarray(extra["value"]))
   if "grad" in extra:
     reduced["grad"] = reduce_gradients("mean", extra["grad"])
   if "value_fn" in extra and num_replicas() > 1:

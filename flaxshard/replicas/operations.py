@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import indexed_slices
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
@@ -46,16 +46,17 @@ def reduce(
 ) -> PyTree:
   """Reduces per-replica values to one value; see `Strategy.reduce`."""
   replica_context.check_reduce_op(reduce_op)
-  slices = jax.tree.leaves(value, is_leaf=is_indexed_slices)
-  if any(map(is_indexed_slices, slices)):
+  if indexed_slices.find(value):
     raise ValueError(
       "reduce: the row numbers of an IndexedSlices cannot be summed. Inside of "
       "run use get_replica_context().all_reduce, or return slices.to_dense()."
     )
 
   def reduce_rows(x: Any) -> jax.Array:
-    axes = () if axis is None else (_axis_after_replicas("reduce", axis, x),)
-    return _reduce(mesh, reduce_op, (0, *axes), _on_mesh(mesh, x))
+    axes = (0,)
+    if axis is not None:
+      axes += (_axis_after_replicas("reduce", axis, x),)
+    return _reduce(mesh, reduce_op, axes, _on_mesh(mesh, x))
 
   def reduce_shared(name: str, x: Any) -> Any:
     if reduce_op == "sum":
@@ -94,16 +95,12 @@ def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
 
 def local_results(mesh: jax.sharding.Mesh, value: PyTree) -> tuple[PyTree, ...]:
   """Returns the values of local replicas; see `Strategy.local_results`."""
-  return tuple(
-    _map_rows(
-      "local_results",
-      mesh,
-      functools.partial(_local_row, mesh, i),
-      lambda name, x: x,
-      value,
-    )
-    for i in local_replicas(mesh)
-  )
+  results = []
+  for i in local_replicas(mesh):
+    row = functools.partial(_local_row, mesh, i)
+    keep = lambda name, x: x
+    results.append(_map_rows("local_results", mesh, row, keep, value))
+  return tuple(results)
 
 
 def from_function(
@@ -112,8 +109,7 @@ def from_function(
   """Makes a `PerReplica`; see `Strategy.distribute_values_from_function`."""
   compile_only.check_can_run("distribute_values_from_function", mesh)
   # Each process calls it for its own replicas only.
-  local = local_replicas(mesh)
-  num_replicas = mesh.shape[mesh_lib.REPLICA]
+  local, num_replicas = local_replicas(mesh), mesh.shape[mesh_lib.REPLICA]
   values = [value_fn(ValueContext(i, num_replicas)) for i in local]
   for i, value in zip(local, values, strict=True):
     # NumPy would promote the dtypes.
@@ -155,7 +151,6 @@ def _map_rows(
     of_shared: Takes the name and the value of any other leaf.
     value: The tree.
   """
-  compile_only.check_can_run(where, mesh)
   replicas = mesh.shape[mesh_lib.REPLICA]
 
   def convert(path: Any, x: Any) -> Any:

@@ -80,9 +80,7 @@ def value_and_grad(
   is_table = jax.tree.leaves(mask)
   dense, found = _find(program, leaves, is_table)
   for leaf, eqn in dense.items():
-    checks.warn(
-      _describe_dense(trees.path_string(trees.paths(params)[leaf]), eqn)
-    )
+    checks.warn(_describe_dense(trees.names(params)[leaf], eqn))
   tables = [i for i, t in enumerate(is_table) if t and i not in dense]
   found = [(i, shape) for i, shape in found if i in tables]
 

@@ -16,7 +16,6 @@ from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.replicas import logical_shards
 
 PyTree = Any
 Path = trees.Path
@@ -157,7 +156,7 @@ def _current_parts(params: PyTree, created: Parts) -> Parts:
   if replica_context.get_replica_context() is None:
     return created
   # Inside of `run` parameters that are split over replicas are whole.
-  specs = logical_shards.specs_within(params)
+  specs = replica_context.specs_within(params)
   sizes = jax.sharding.get_abstract_mesh().shape
   return _parts(
     (path, spec, sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 from typing import Any
 
 from flax import linen as nn
@@ -120,13 +119,14 @@ def create_train_state(
   if mesh is None and not abstract and not isinstance(model, nn.Module):
     # Not traced, so that a function of `nnx.Rngs` may use concrete values.
     model = initialization.construct_nnx(model, rng)
-  init = initialization.trace(model, rng, sample_input, init_kwargs)
+  init = initialization.trace(
+    model, rng, sample_input, init_kwargs, mesh, rules, strict
+  )
   if not jax.tree.leaves(init.variables.get("params", {})):
     raise ValueError(
       f"model={type(model).__name__} has no parameters: its collections are "
       f"{sorted(init.variables)}, 'params' must be one with arrays in it."
     )
-  init = _without_boxes(init, mesh, rules, strict)
   if lora is not None:
     init = lora_lib.add_factors(init, lora, rng)
   # Errors are raised here, before anything is compiled.
@@ -170,55 +170,10 @@ def create_train_state(
     places = sharding_lib.shardings_of(init.arg_specs, mesh)
     args = jax.tree.map(mesh_lib.put, args, places)
     # Each device computes its own part of the initial values only.
-    shardings = sharding_lib.shardings_like(fields_lib.array_fields(state))
+    shardings = jax.tree.map(
+      lambda x: x.sharding, fields_lib.array_fields(state)
+    )
   return state.replace(**jax.jit(create_fields, out_shardings=shardings)(*args))
-
-
-def _without_boxes(
-  init: initialization.Initializer,
-  mesh: jax.sharding.Mesh | None,
-  rules: rules_lib.Rules,
-  strict: bool,
-) -> initialization.Initializer:
-  """Returns an initializer of arrays without boxes, which has specs on a mesh.
-
-  Args:
-    init: The initializer of the model.
-    mesh: The mesh of the strategy; None is the default device.
-    rules: How the parameters are split over the mesh.
-    strict: Whether a logical name that has no rule is an error.
-  """
-  if mesh is None:
-    # A constraint of a mesh in the context counts where there is no strategy.
-    initialize = lambda *args: nn.meta.unbox(init.initialize(*args))
-    shapes = jax.eval_shape(initialize, *init.args)
-    return dataclasses.replace(init, initialize=initialize, variables=shapes)
-  specs = {
-    name: rules_lib.resolve(
-      # The rules are about the parameters alone.
-      rules if name == "params" else None,
-      mesh,
-      tree,
-      argument=name,
-      strict=strict,
-    )
-    for name, tree in init.variables.items()
-  }
-  arg_specs: PyTree = (specs,)
-  if not init.args_are_variables:
-    arg_specs = rules_lib.resolve(
-      None, mesh, init.args, argument="(rng, sample_input)", strict=strict
-    )
-  return dataclasses.replace(
-    init,
-    initialize=lambda *args: rules_lib.unbox(init.initialize(*args)),
-    variables=jax.tree.map(
-      compile_only.abstract_array,
-      rules_lib.unbox(init.variables),
-      sharding_lib.shardings_of(specs, mesh),
-    ),
-    arg_specs=arg_specs,
-  )
 
 
 def reinitialize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -16,8 +17,10 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import jaxprs
 from flaxshard.core.policy import Policy
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import nnx_adapter
+from flaxshard.state import sharding as sharding_lib
 
 PyTree = Any
 
@@ -29,15 +32,13 @@ class Initializer:
   """A traced initialization of a model; nothing is allocated yet.
 
   Attributes:
-    initialize: Takes `args` and returns the variables, in the boxes of their
-      partitioning metadata where they have any.
+    initialize: Takes `args` and returns the variables by collection.
     args: Arrays, or `jax.ShapeDtypeStruct`s of them.
-    variables: Shapes and dtypes of the variables, in the same boxes. On a mesh,
-      and if they are those of an existing NNX module, they have a sharding too.
+    variables: Shapes and dtypes of the variables. On a mesh, and if they are
+      those of an existing NNX module, they have a sharding too.
     apply_fn: Applies the model: `apply_fn(variables, *args)`.
     policy: The precision policy that the model declares, or "mixed_float16" if
       it computes in float16; None if neither.
-    args_are_variables: Whether `args` is `(variables,)` without boxes.
     arg_specs: PartitionSpecs of `args`; None without a mesh.
   """
 
@@ -46,55 +47,86 @@ class Initializer:
   variables: dict[str, PyTree]
   apply_fn: Callable[..., Any]
   policy: Policy | None
-  args_are_variables: bool = False
   arg_specs: PyTree = None
 
 
 def trace(
-  model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any] = {}
+  model: Any,
+  rng: Any,
+  sample_input: Any,
+  init_kwargs: Mapping[str, Any],
+  mesh: jax.sharding.Mesh | None,
+  rules: rules_lib.Rules,
+  strict: bool,
 ) -> Initializer:
   """Traces the initialization of a model; allocates and compiles nothing.
 
   Args:
-    model: As in `create_train_state`, like the other three.
+    model: As in `create_train_state`.
     rng: See there.
     sample_input: See there.
     init_kwargs: See there.
+    mesh: The mesh of the strategy; None is the default device.
+    rules: How the parameters are split over the mesh.
+    strict: Whether a logical name that has no rule is an error.
   """
+  # Variables may be in the boxes of their partitioning metadata.
+  initialize: Callable[..., dict[str, PyTree]]
   if isinstance(model, nn.Module):
-    initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
+    linen, args = _linen_initializer(model, rng, sample_input, init_kwargs)
     # Under jit, so that `initialize` is traced once.
-    initialize = jax.jit(initialize)
+    initialize = jax.jit(linen)
     traced = initialize.trace(*args)
+    boxed, apply_fn, policy = traced.out_info, model.apply, policy_of(model)
     # The program of `init` contains the whole forward pass.
-    is_float16 = jaxprs.computes_in(traced.jaxpr, jnp.float16)
-    policy = Policy("mixed_float16") if is_float16 else policy_of(model)
-    return Initializer(initialize, args, traced.out_info, model.apply, policy)
+    if jaxprs.computes_in(traced.jaxpr, jnp.float16):
+      policy = Policy("mixed_float16")
+  elif isinstance(model, nnx.Module):
+    apply_fn, boxed = nnx_adapter.split(model, boxed=True, copy=False)
+    policy, args = policy_of(model), (rules_lib.unbox(boxed),)
+    # Copies: donating the state must not delete the arrays of the module.
+    initialize = lambda variables: jax.tree.map(jnp.copy, variables)
+  else:
+    static: list[Any] = []
 
-  if isinstance(model, nnx.Module):
-    apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
-    return Initializer(
-      # Copies: donating the state must not delete the arrays of the module.
-      lambda variables: jax.tree.map(jnp.copy, variables),
-      (rules_lib.unbox(variables),),
-      variables,
-      apply_fn,
-      policy_of(model),
-      args_are_variables=True,
-    )
+    def initialize_nnx(rng: Any) -> dict[str, PyTree]:
+      # NNX would shard each variable by its metadata alone, before `rules` do.
+      with nnx.use_eager_sharding(False):
+        module = construct_nnx(model, rng)
+      apply_fn, variables = nnx_adapter.split(module, boxed=True)
+      static[:] = apply_fn, policy_of(module)
+      return variables
 
-  static: list[Any] = []
+    initialize, args = initialize_nnx, (rng,)
+    boxed = jax.eval_shape(initialize, *args)
+    apply_fn, policy = static
 
-  def initialize_nnx(rng: Any) -> dict[str, PyTree]:
-    # NNX would shard each variable by its metadata alone, before `rules` do.
-    with nnx.use_eager_sharding(False):
-      module = construct_nnx(model, rng)
-    apply_fn, variables = nnx_adapter.split(module, boxed=True)
-    static[:] = apply_fn, policy_of(module)
-    return variables
-
-  variables = jax.eval_shape(initialize_nnx, rng)
-  return Initializer(initialize_nnx, (rng,), variables, *static)
+  if mesh is None:
+    # A constraint of a mesh in the context counts where there is no strategy.
+    unboxed = lambda *args: nn.meta.unbox(initialize(*args))
+    shapes = jax.eval_shape(unboxed, *args)
+    return Initializer(unboxed, args, shapes, apply_fn, policy)
+  resolve = functools.partial(rules_lib.resolve, strict=strict)
+  specs = {
+    # The rules are about the parameters alone.
+    name: resolve(rules if name == "params" else None, mesh, x, argument=name)
+    for name, x in boxed.items()
+  }
+  arg_specs: PyTree = (specs,)
+  if not isinstance(model, nnx.Module):
+    arg_specs = resolve(None, mesh, args, argument="(rng, sample_input)")
+  return Initializer(
+    lambda *args: rules_lib.unbox(initialize(*args)),
+    args,
+    jax.tree.map(
+      compile_only.abstract_array,
+      rules_lib.unbox(boxed),
+      sharding_lib.shardings_of(specs, mesh),
+    ),
+    apply_fn,
+    policy,
+    arg_specs,
+  )
 
 
 def policy_of(model: Any) -> Policy | None:

@@ -13,16 +13,14 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas import context as replica_context
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import stack
 
 PyTree = Any
-
-P = jax.sharding.PartitionSpec
 
 
 def describe_divergence(state: PyTree) -> str | None:
@@ -61,7 +59,7 @@ def of_first_replica(state: PyTree) -> PyTree:
   if describe_divergence(state) is None:
     return state
   leaves, treedef = jax.tree.flatten(state)
-  indices = [i for i, x in enumerate(leaves) if _may_differ(x)]
+  indices = [i for i, x in enumerate(leaves) if _is_shared(x)]
   if indices:
     broadcast = _compile_broadcast(tuple(leaves[i].sharding for i in indices))
     # Wait: XLA's CPU runtime deadlocks with other collectives in flight.
@@ -71,22 +69,15 @@ def of_first_replica(state: PyTree) -> PyTree:
   return jax.tree.unflatten(treedef, leaves)
 
 
-def is_split_over_replicas(x: Any) -> bool:
-  """Returns whether an array, or its abstract value, is split over replicas."""
-  return (
-    isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
-    and isinstance(x.sharding, jax.sharding.NamedSharding)
-    and mesh_lib.REPLICA in specs_lib.axes_in(x.sharding.spec)
-  )
-
-
-def _may_differ(x: Any) -> bool:
+def _is_shared(x: Any) -> bool:
   """Returns whether several replicas hold the same part of an array."""
+  if not isinstance(x, jax.Array):
+    return False
+  sharding = x.sharding
   return (
-    isinstance(x, jax.Array)
-    and isinstance(x.sharding, jax.sharding.NamedSharding)
-    and x.sharding.mesh.shape.get(mesh_lib.REPLICA, 1) > 1
-    and not is_split_over_replicas(x)
+    isinstance(sharding, jax.sharding.NamedSharding)
+    and sharding.mesh.shape.get(mesh_lib.REPLICA, 1) > 1
+    and mesh_lib.REPLICA not in specs_lib.axes_in(sharding.spec)
   )
 
 
@@ -99,31 +90,12 @@ def _compile_broadcast(
   Args:
     shardings: Those of the arrays, all on one mesh.
   """
-
-  def broadcast(x: jax.Array) -> jax.Array:
-    # `psum` takes neither keys nor booleans.
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      data = broadcast(jax.random.key_data(x))
-      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if x.dtype == jnp.bool_:
-      return broadcast(x.astype(jnp.int32)) == 1
-    if jnp.iscomplexobj(x):
-      return jax.lax.complex(broadcast(x.real), broadcast(x.imag))
-    if jnp.issubdtype(x.dtype, jnp.floating):
-      # The sum of integers keeps every bit; -0.0 + 0.0 would be 0.0.
-      same_size = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
-      bits = broadcast(jax.lax.bitcast_convert_type(x, same_size))
-      return jax.lax.bitcast_convert_type(bits, x.dtype)
-    is_first = jax.lax.axis_index(mesh_lib.REPLICA) == 0
-    summand = jnp.where(is_first, x, jnp.zeros_like(x))
-    return jax.lax.psum(summand, mesh_lib.REPLICA)
-
   return jax.jit(
     jax.shard_map(
-      lambda arrays: jax.tree.map(broadcast, arrays),
+      lambda arrays: jax.tree.map(replica_context.bits_of_first, arrays),
       mesh=shardings[0].mesh,
-      in_specs=P(),
-      out_specs=P(),
+      in_specs=jax.P(),
+      out_specs=jax.P(),
       axis_names={mesh_lib.REPLICA},
     ),
     out_shardings=list(shardings),

@@ -121,11 +121,6 @@ def complete_fields(
   return {**placed, **jitted(placed)}
 
 
-def shardings_like(tree: PyTree) -> PyTree:
-  """Returns the shardings of the arrays of a tree."""
-  return jax.tree.map(lambda x: x.sharding, tree)
-
-
 def _shardings_of_fields(
   fields: dict[str, PyTree],
   given: Collection[str],

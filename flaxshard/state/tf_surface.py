@@ -41,19 +41,6 @@ _TENSORFLOW_NAMES: dict[type, dict[str, str]] = {
 }
 
 
-def parameter_paths(params: PyTree) -> list[str]:
-  """Returns the paths of the parameters that have gradients.
-
-  Args:
-    params: The parameters of a state.
-
-  Example:
-    >>> parameter_paths({"Dense_0": {"kernel": 1.0}})
-    ['Dense_0/kernel']
-  """
-  return [trees.path_string(path) for path in trees.paths(params)]
-
-
 def check_path(argument: str, path: Any, params: PyTree) -> str:
   """Returns `path` if it is the path of a parameter.
 
@@ -65,7 +52,7 @@ def check_path(argument: str, path: Any, params: PyTree) -> str:
   Raises:
     ValueError: No parameter has this path.
   """
-  known = parameter_paths(params)
+  known = trees.names(params)
   if path not in known:
     where = f"{argument}={path!r}"
     raise patterns_lib.no_match(where, str(path), "params", known)
@@ -90,7 +77,7 @@ def select(var_list: Any, params: PyTree) -> set[str]:
     >>> sorted(select(["a/b", "^c/"], params))
     ['a/b', 'c/w']
   """
-  known = parameter_paths(params)
+  known = trees.names(params)
   if var_list is None:
     return set(known)
   selected: set[str] = set()
@@ -230,7 +217,7 @@ class Slot(NamedTuple):
   """
 
   parameter: str
-  names: tuple[str, str, str, str]
+  names: tuple[str, ...]
   value: Any
 
 
@@ -270,14 +257,12 @@ def _names(slots: list[Slot]) -> list[str]:
 def _find_slots(state: Any) -> list[Slot]:
   """Returns the slots of a train state, in the order of its states."""
   known = state.params
-  parameters = {path: trees.path_string(path) for path in trees.paths(known)}
   optimized = opt_state_lib.optimized_params(known)
   if optimized is not known:
     # Beside the statistics of fp8 layers, optimizers see the parameters alone.
     known = {**known, **optimized}
-    for path in trees.paths(optimized):
-      parameters[path] = f"params/{trees.path_string(path)}"
   slots: list[Slot] = []
+  paths = trees.names(state.params)
   for group, tree in {"": state.opt_state, **state.wrapper_states}.items():
     # By the path of the optax state that a slot is a field of.
     tensorflow_names = {
@@ -296,6 +281,9 @@ def _find_slots(state: Any) -> list[Slot]:
       tensorflow = tensorflow_names.get(prefix[:-1], {}).get(last, last)
       names = ([tensorflow], [*keys, tensorflow], [last], [*keys, last])
       in_front = [group] if group else []
-      a, b, c, d = ("/".join([*in_front, *name]) for name in names)
-      slots.append(Slot(parameters[owner], (a, b, c, d), leaf))
+      joined = tuple("/".join([*in_front, *name]) for name in names)
+      parameter = trees.path_string(owner)
+      if parameter not in paths:
+        parameter = f"params/{parameter}"
+      slots.append(Slot(parameter, joined, leaf))
   return slots

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.replicas import logical_shards
 from flaxshard.wrappers import elementwise
 
 PyTree = Any
@@ -74,11 +74,11 @@ def commit_sequentially(
     center = update(center, grads, shared)
     return center, center.params
   # Over the logical devices of a replica.
-  param_specs = logical_shards.specs_within(center.params)
+  param_specs = replica_context.specs_within(center.params)
   slot_specs = opt_state_lib.specs(center.opt_state, center.params, param_specs)
   specs = ModelState(param_specs, slot_specs), _pick(param_specs, grads)
   # Decided for the shapes on one logical device: an update may depend on them.
-  own = jax.tree.map(logical_shards.part_of, (center, grads), specs)
+  own = jax.tree.map(_shape_on_device, (center, grads), specs)
   dims = jax.tree.map(_choose_dim, own)
   parts = jax.tree.map(_part_of, own, dims)
   is_elementwise = elementwise.is_elementwise(
@@ -90,8 +90,13 @@ def commit_sequentially(
   if is_elementwise and any(jax.tree.leaves(specs)):
     # So that a device exchanges its shard with the same device of the other
     # replicas.
-    commit = logical_shards.on_logical_devices(
-      commit, (*specs, P()), (specs[0], param_specs)
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    commit = jax.shard_map(
+      commit,
+      in_specs=(*specs, P()),
+      out_specs=(specs[0], param_specs),
+      axis_names=set(mesh_lib.logical_axes(mesh)),
+      check_vma=False,
     )
   return commit(center, grads, shared)
 
@@ -153,6 +158,14 @@ def _apply_commits(
 def _pick(tree: PyTree, grads: PyTree) -> PyTree:
   """Returns a tree like the parameters, with None where `grads` has None."""
   return jax.tree.map(lambda x, g: None if g is None else x, tree, grads)
+
+
+def _shape_on_device(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+  """Returns shape and dtype of the part of a leaf on one logical device."""
+  sizes = jax.sharding.get_abstract_mesh().shape
+  parts = specs_lib.parts(spec, x.ndim, sizes)
+  shape = tuple(n // count for n, count in zip(x.shape, parts, strict=True))
+  return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 # -- One leaf, which is split in the dimension `dim`, or `WHOLE`.

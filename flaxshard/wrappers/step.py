@@ -323,9 +323,9 @@ def _check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
   grads = trees.conform("grads", grads, params, dtypes=False, of_gradients=True)
   grads = parameter_groups.drop_frozen(tx, gradients.normalize(grads))
   if not jax.tree.leaves(grads):
-    paths = map(trees.path_string, trees.paths(params))
     raise ValueError(
-      f"No gradients provided for any parameter: {', '.join(paths)}."
+      "No gradients provided for any parameter: "
+      f"{', '.join(trees.names(params))}."
     )
   return grads
 

@@ -93,7 +93,7 @@ def test_a_parameter_named_as_a_field_of_the_optimizer():
     "w": jnp.ones((4, 2)),
   }
   state = optax.adam(optax.constant_schedule(0.1)).init(params)
-  names = map(trees.path_string, trees.paths(state))
+  names = trees.names(state)
   found = [
     parameter and trees.path_string(parameter)
     for parameter in opt_state_lib.parameters_of(state, params)
