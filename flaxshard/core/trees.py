@@ -210,17 +210,11 @@ def difference_by_path(
     leaf = given[path]
     if leaf is None:
       continue
-    shape, wanted_shape = np.shape(leaf), np.shape(wanted_leaf)
-    dtype, wanted_dtype = dtype_of(leaf), dtype_of(wanted_leaf)
-    # A PRNG key and its integers differ in shape too: report the dtypes.
-    is_key = [
-      jnp.issubdtype(d, jax.dtypes.prng_key) for d in (dtype, wanted_dtype)
-    ]
-    skip_shape = dtypes and is_key[0] != is_key[1]
-    if shape != wanted_shape and not skip_shape:
-      return f"{where}: shape {shape}, where {wanted_shape} is expected"
-    if dtypes and dtype != wanted_dtype:
-      return f"{where}: dtype {dtype}, where {wanted_dtype} is expected"
+    # The dtype first: a PRNG key and its integers differ in shape too.
+    for kind, of in (("dtype", dtype_of), ("shape", np.shape)):
+      found, expected = of(leaf), of(wanted_leaf)
+      if found != expected and (dtypes or kind == "shape"):
+        return f"{where}: {kind} {found}, where {expected} is expected"
   for path, leaf in given.items():
     if path not in wanted and leaf is not None:
       where = "/".join(path) or "<root>"

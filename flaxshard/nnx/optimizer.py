@@ -231,32 +231,6 @@ class Optimizer(nnx.Optimizer[M]):
     grads = _with_arrays(nnx.state(model, self.wrt), grads)
     return (loss, aux) if has_aux else loss, grads
 
-  def scale_loss(self, loss: jax.Array) -> jax.Array:
-    """Scales a loss, for a step that does not use `value_and_grad`.
-
-    Args:
-      loss: A floating-point scalar.
-
-    Returns:
-      The loss to differentiate. Pass its gradients to `unscale_gradients`.
-    """
-    return stack.scale_loss(self.wrappers, self._local_states(), loss)
-
-  def unscale_gradients(self, grads: PyTree) -> PyTree:
-    """Undoes `scale_loss` on the gradients of a scaled loss.
-
-    Args:
-      grads: Gradients as `nnx.grad` returns them.
-
-    Returns:
-      The gradients of the loss itself, for `update`.
-    """
-    leaves, treedef = jax.tree.flatten(grads)
-    unscaled = step_lib.unscale_gradients(
-      self.wrappers, self._local_states(), leaves
-    )
-    return jax.tree.unflatten(treedef, unscaled)
-
   # NNX too takes `grads` by name, though its type does not say so.
   def update(  # type: ignore[override]
     self, model: M, grads: Any, **kwargs: Any
@@ -342,7 +316,8 @@ class Optimizer(nnx.Optimizer[M]):
       >>> nnx.update(average, optimizer.eval_params(model))
     """
     params, _ = self._split(model)
-    return stack.params(self.wrappers, self._local_states(), params, "eval")
+    states = stack.local_states(self.wrappers, nnx.as_pure(self.wrapper_states))
+    return stack.params(self.wrappers, states, params, "eval")
 
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.
@@ -418,9 +393,6 @@ class Optimizer(nnx.Optimizer[M]):
     """Returns the parameters and the other arrays of a module."""
     params, others = nnx.state(model, self.wrt, ..., graph=self.graph)
     return nnx.as_pure(params), nnx.as_pure(others)
-
-  def _local_states(self) -> dict[str, PyTree]:
-    return stack.local_states(self.wrappers, nnx.as_pure(self.wrapper_states))
 
 
 def _with_string_keys(tree: PyTree) -> PyTree:

@@ -25,7 +25,6 @@ from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import rows
-from flaxshard.replicas import values
 
 PyTree = Any
 # The name that marks values in a jaxpr as replicated.
@@ -421,7 +420,7 @@ def mean_collection(tree: PyTree, groups: rows.Groups = None) -> PyTree:
 
   Floating-point leaves are averaged, as TensorFlow averages the moving
   statistics of BatchNorm. Others (counters, PRNG keys) take the value of the
-  first replica of the group. A `PerReplica` stays as it is.
+  first replica of the group.
 
   Args:
     tree: A tree of arrays, the values of this replica.
@@ -429,15 +428,13 @@ def mean_collection(tree: PyTree, groups: rows.Groups = None) -> PyTree:
   """
 
   def mean_or_first(x: Any) -> Any:
-    if values.is_per_replica(x):
-      return x
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return reduce_over_replicas("mean", x, groups)
     return bits_of_first(x, groups)
 
   if num_replicas() == 1:
     return tree
-  return jax.tree.map(mean_or_first, tree, is_leaf=values.is_per_replica)
+  return jax.tree.map(mean_or_first, tree)
 
 
 def bits_of_first(x: jax.Array, groups: rows.Groups = None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Per-replica values: `PerReplica`, and one value for all replicas instead.
+"""Values that differ per replica: `PerReplica`.
 
 A leaf is per replica if it has a leading axis with one row for each replica,
 sharded over `"replica"`. Otherwise it is replicated: the same on all replicas.
@@ -126,53 +126,6 @@ def has_replica_axis(spec: Any) -> bool:
   # Anything else than a PartitionSpec is refused when the state is placed.
   entries = (*spec, None) if isinstance(spec, P) else (None,)
   return mesh_lib.REPLICA in specs_lib.axes_of(entries[0])
-
-
-def has_per_replica(tree: PyTree) -> bool:
-  """Returns whether a tree contains a `PerReplica`."""
-  leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
-  return any(map(is_per_replica, leaves))
-
-
-def mean_over_replicas(tree: PyTree) -> PyTree:
-  """Replaces each `PerReplica` of a tree by one value, outside of `run`.
-
-  Floating-point values are averaged; others (counters, PRNG keys) take the
-  value of replica 0.
-  """
-
-  def mean_or_first(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-      # Without `dtype`, JAX computes the mean of float16 in float32.
-      return jnp.mean(x, axis=0)
-    return take_row(x, 0)
-
-  return jax.tree.map(
-    lambda x: jax.tree.map(mean_or_first, x.value) if is_per_replica(x) else x,
-    tree,
-    is_leaf=is_per_replica,
-  )
-
-
-def broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
-  """Gives all replicas the same value wherever `like` has a `PerReplica`.
-
-  Args:
-    tree: A tree with one value for each `PerReplica` of `like`.
-    like: A tree with the structure, shapes and shardings of the result.
-  """
-
-  def broadcast(old: jax.Array, x: jax.Array) -> jax.Array:
-    return jax.device_put(jnp.broadcast_to(x, old.shape), old.sharding)
-
-  return jax.tree.map(
-    lambda old, x: (
-      jax.tree.map(broadcast, old, PerReplica(x)) if is_per_replica(old) else x
-    ),
-    like,
-    tree,
-    is_leaf=is_per_replica,
-  )
 
 
 def take_row(x: Any, index: int) -> Any:

@@ -12,7 +12,6 @@ from flax import struct
 import jax.numpy as jnp
 
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.replicas import values
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -124,15 +123,9 @@ def rebuild(cls: Any, given: Mapping[str, Any]) -> Any:
 
 def plain_state(state: Any) -> Any:
   """Returns a TrainState without its wrappers, as `without_wrappers` does."""
-  fields = fields_by_name(type(state))
-  dropped = ("wrappers", "wrapper_states", "global_structures")
-  names = tuple(n for n in fields if n not in dropped)
-  plain_class: Any = extend(state._base_class or type(state), names)
-  return plain_class(
-    **{
-      name: values.mean_over_replicas(getattr(state, name))
-      if is_array_field(fields[name])
-      else getattr(state, name)
-      for name in names
-    }
-  )
+  kept = {
+    name: getattr(state, name)
+    for name in fields_by_name(type(state))
+    if name not in ("wrappers", "wrapper_states")
+  }
+  return rebuild(state._base_class or type(state), kept)

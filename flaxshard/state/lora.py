@@ -362,8 +362,8 @@ def _find(
   field: str, patterns: Sequence[str], names: Iterable[str]
 ) -> list[str]:
   """Returns the names in which a pattern is found, in their order."""
-  names = list(names)
+  names, found = list(names), set()
   for i, pattern in enumerate(patterns):
     where = f"lora: {field}[{i}]={pattern!r}"
-    patterns_lib.find(where, pattern, "params", names)
-  return [n for n in names if patterns_lib.first_match(patterns, n) is not None]
+    found.update(patterns_lib.find(where, pattern, "params", names))
+  return [name for name in names if name in found]

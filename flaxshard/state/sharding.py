@@ -136,7 +136,8 @@ def _shardings_of_fields(
     mesh: The mesh; None puts everything on the default device.
   """
   if mesh is None:
-    default = jax.sharding.SingleDeviceSharding(_default_device())
+    with jax.ensure_compile_time_eval():
+      default = jax.device_put(0).sharding
     return jax.tree.map(lambda _: default, fields)
   specs = {
     name: rules_lib.resolve(None, mesh, fields[name], argument=name)
@@ -150,15 +151,6 @@ def _shardings_of_fields(
       wrappers, fields["wrapper_states"], *of_params, mesh
     )
   return shardings_of(specs, mesh)
-
-
-def _default_device() -> jax.Device:
-  """Returns the device where JAX creates arrays."""
-  config: Any = jax.config  # its options are not declared to type checkers
-  device = config.jax_default_device
-  if device is None or isinstance(device, str):  # None or a platform's name
-    device = jax.local_devices(backend=device)[0]
-  return device
 
 
 def wrapper_specs(

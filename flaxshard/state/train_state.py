@@ -37,7 +37,7 @@ _HIDEABLE = frozenset(("metrics", "variables"))
 _RESERVED = frozenset(
   ("step", "params", "opt_state", "wrapper_states", "wrappers")
 )
-_STATIC = frozenset(("apply_fn", "tx", "global_structures"))
+_STATIC = frozenset(("apply_fn", "tx"))
 
 
 class TrainState(flax_train_state.TrainState):
@@ -61,9 +61,6 @@ class TrainState(flax_train_state.TrainState):
     opt_state: The optimizer's state, with the structure of `tx.init(params)`.
     wrappers: The wrappers, outermost first. Static.
     wrapper_states: The wrappers' states by name; `{}` without wrappers.
-    global_structures: Set inside `Strategy.run`, else `()`: a pair for each
-      field with `PerReplica` leaves, of its name and its tree structure outside
-      of `run`. Static.
 
   Example:
     >>> import flaxshard as fs
@@ -78,11 +75,6 @@ class TrainState(flax_train_state.TrainState):
 
   wrappers: tuple[base.Base, ...] = struct.field(
     pytree_node=False, default=(), kw_only=True
-  )
-  # Inside Strategy.run a PerReplica leaf is a plain array, so nothing else
-  # shows that it must not be averaged, and must be a PerReplica again outside.
-  global_structures: tuple[tuple[str, Any], ...] = struct.field(
-    pytree_node=False, default=(), kw_only=True, repr=False
   )
   # Not a field: a state without wrappers must have the leaves of Flax's class.
   wrapper_states: ClassVar[Mapping[str, PyTree]] = core.FrozenDict()
@@ -341,8 +333,8 @@ class TrainState(flax_train_state.TrainState):
     """Applies unscaled gradients through the wrappers.
 
     Inside `Strategy.run` gradients are first averaged over the replicas, unless
-    a wrapper reduces them itself. New values of collections are averaged too,
-    except for leaves that are per replica. On TPU and GPU, float32 gradients
+    a wrapper reduces them itself. New values of collections are averaged too.
+    On TPU and GPU, float32 gradients
     that were converted from bfloat16, those of a model that computes in
     bfloat16, are summed in bfloat16, as XLA does for a global batch. To sum
     them in float32, give `jax.lax.optimization_barrier(grads)` as `grads`.
@@ -413,10 +405,8 @@ class TrainState(flax_train_state.TrainState):
       }
     # The commits of wrappers with local updates reduce them.
     if in_replica and not stack.has_local_updates(self.wrappers):
-      collections = {
-        name: self._reduce_collection(name, x)
-        for name, x in collections.items()
-      }
+      groups = stack.groups_of(self.wrappers)
+      collections = replica_context.mean_collection(collections, groups)
     target = base.Target(
       step=self.step,  # type: ignore[arg-type]
       params=self.params,
@@ -437,16 +427,6 @@ class TrainState(flax_train_state.TrainState):
       **new.collections,
       **static,
     )
-
-  def _reduce_collection(self, name: str, tree: PyTree) -> PyTree:
-    """Reduces a new collection over the replicas, but per-replica leaves."""
-    leaves, treedef = jax.tree.flatten(tree)
-    # With its tree structure outside of `run` if it has per-replica leaves.
-    structure = dict(self.global_structures).get(name, treedef)
-    reduced = replica_context.mean_collection(
-      jax.tree.unflatten(structure, leaves), stack.groups_of(self.wrappers)
-    )
-    return jax.tree.unflatten(treedef, jax.tree.leaves(reduced))
 
   def minimize(
     self,
@@ -631,7 +611,7 @@ class TrainState(flax_train_state.TrainState):
 
     Returns:
       A state with the same step, parameters, optimizer state and collections,
-      without wrappers and their states. `PerReplica` collections are averaged.
+      without wrappers and their states.
       What a wrapper has not committed, as the local steps of `AGN` since the
       last commit, is not part of it: a UserWarning says so.
 

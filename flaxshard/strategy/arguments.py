@@ -72,7 +72,11 @@ def wrappers_of(state: Any) -> tuple[base.Base, ...]:
 
 
 def leaves_of(tree: PyTree) -> list[Leaf]:
-  """Returns what the leaves of a tree of arguments or results are."""
+  """Returns what the leaves of a tree of arguments or results are.
+
+  Raises:
+    TypeError: A field of a TrainState has a `PerReplica`.
+  """
   leaves: list[Leaf] = []
   # What kind of leaf it is depends on the node around it.
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
@@ -88,6 +92,12 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
       node, is_leaf=values.is_per_replica
     ):
       kind = OWN if values.is_per_replica(x) else SHARED if is_shared else SPLIT
+      if kind == OWN and is_state(node) and inner[0].name != "wrapper_states":
+        raise TypeError(
+          f"run: {trees.path_string((*path[1:], *inner))} is a PerReplica in a "
+          "TrainState, which is one for all replicas. Pass it as an argument "
+          "of its own. AGN keeps collections per replica."
+        )
       rows = x.value if values.is_per_replica(x) else x
       leaves += [
         Leaf((*path, *inner, *rest), kind, wrappers)
@@ -285,39 +295,18 @@ def _row(x: Any) -> jax.Array:
 
 
 def _state_to_local(state: Any) -> Any:
-  own = {
-    name: x
-    for name, x in fields_lib.array_fields(state).items()
-    if values.has_per_replica(x)
-  }
-  if wrappers_of(state):
-    states = stack.drop_replica_axis(state.wrappers, state.wrapper_states)
-    state = _swap_collections(state, states)
-  if not own:
+  if not wrappers_of(state):
     return state
-  # The state carries the structure of these fields to the end of `fn`, where
-  # nothing else shows which of their leaves were per replica.
-  structures = tuple((name, jax.tree.structure(x)) for name, x in own.items())
-  return state.replace(**to_local(own), global_structures=structures)
+  states = stack.drop_replica_axis(state.wrappers, state.wrapper_states)
+  return _swap_collections(state, states)
 
 
 def _state_to_global(state: Any) -> Any:
-  if wrappers_of(state):
-    state = _swap_collections(state, state.wrapper_states)
-    states = stack.add_replica_axis(state.wrappers, state.wrapper_states)
-    state = state.replace(wrapper_states=states)
-  structures = getattr(state, "global_structures", ())
-  if not structures:
+  if not wrappers_of(state):
     return state
-  fields = {
-    name: jax.tree.map(
-      lambda x: jax.tree.map(_row, x) if values.is_per_replica(x) else x,
-      treedef.unflatten(jax.tree.leaves(getattr(state, name))),
-      is_leaf=values.is_per_replica,
-    )
-    for name, treedef in structures
-  }
-  return state.replace(**fields, global_structures=())
+  state = _swap_collections(state, state.wrapper_states)
+  states = stack.add_replica_axis(state.wrappers, state.wrapper_states)
+  return state.replace(wrapper_states=states)
 
 
 def _swap_collections(state: Any, states: Mapping[str, PyTree]) -> Any:

@@ -155,16 +155,13 @@ def test_update_with_the_state_of_another_module():
   model.sown = nnx.Intermediate(jnp.ones(2))
   fs.nnx.update(model, state)
   unbiased = linear(use_bias=False)
-  for other, given, shapes in (
-    (linear(2), state, r"\(2,\).*\(1,\)"),
-    (unbiased, state, r"None.*\(1,\)"),
-    (
-      linear(),
-      fs.create_train_state(unbiased, None, None, TX),
-      r"\(1,\).*None",
-    ),
+  without = fs.create_train_state(unbiased, None, None, TX)
+  for other, given, fact in (
+    (linear(2), state, r"shape \(1,\).*\(2,\)"),
+    (unbiased, state, r"float32\[1\], where nothing"),
+    (linear(), without, "missing"),
   ):
-    with pytest.raises(ValueError, match=f"bias has the shape {shapes}"):
+    with pytest.raises(ValueError, match=f"params/bias: {fact}"):
       fs.nnx.update(other, given)
 
 
@@ -219,24 +216,6 @@ def test_aux_keyword_arguments_and_other_objects():
   assert aux["outputs"].shape == (8, 1)
   np.testing.assert_array_equal(model.made[...], aux["outputs"])
   assert float(metrics.compute()) == float(loss)
-
-
-def test_accumulation_holds_back_both_forward_passes():
-  model, optimizer = create()
-  before = arrays(model)
-
-  @nnx.jit
-  def step(
-    model: Net, optimizer: fs.nnx.Optimizer[Net], first: dict, second: dict
-  ):
-    _, a = optimizer.value_and_grad(loss_fn, model, first)
-    _, b = optimizer.value_and_grad(loss_fn, model, second)
-    # By name, which NNX's optimizer takes too.
-    return optimizer.update(model, grads=jax.tree.map(jnp.add, a, b))
-
-  updates = step(model, optimizer, *batches(2, overflow=1))
-  assert_same(arrays(model), before)
-  assert not any(np.any(x) for x in jax.tree.leaves(updates))
 
 
 def test_a_step_of_two_programs():
@@ -485,27 +464,6 @@ def test_strategy_run_refuses_an_optimizer():
       create([wrapper], model, strategy=strategy)
 
 
-def test_slots_and_gated_gradients():
-  model, optimizer = create()
-  batch = batches(1)[0]
-
-  @nnx.jit
-  def step(model, optimizer, batch):
-    _, grads = optimizer.value_and_grad(
-      loss_fn, model, batch, gate_gradients="graph"
-    )
-    optimizer.update(model, grads)
-    return grads
-
-  grads = step(model, optimizer, batch)
-  assert optimizer.get_slot_names(model) == ["m", "v"]
-  np.testing.assert_allclose(
-    optimizer.get_slot(model, "layers/0/kernel", "m"),
-    0.1 * grads["layers"][0]["kernel"][...],
-    rtol=1e-5,
-  )
-
-
 def test_the_call_that_nnx_has_is_a_step_too():
   (model, optimizer), (other, same) = create(), create()
   batch = batches(1)[0]
@@ -553,13 +511,16 @@ def test_accumulation_in_a_scan():
       _, more = optimizer.value_and_grad(loss_fn, model, batch)
       return model, optimizer, jax.tree.map(jnp.add, grads, more)
 
-    optimizer.update(model, add((model, optimizer, grads), others)[2])
+    # By name, which NNX's optimizer takes too.
+    grads = add((model, optimizer, grads), others)[2]
+    return optimizer.update(model, grads=grads)
 
   stacked = lambda made: jax.tree.map(lambda *x: jnp.stack(x), *made)
   for overflow in (0, 2):
     first, *others = batches(overflow=overflow)
-    step(model, optimizer, first, stacked(others))
+    updates = step(model, optimizer, first, stacked(others))
     assert_same(arrays(model), before)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
   first, *others = batches()
   step(model, optimizer, first, stacked(others))
   assert int(model.drop.rngs.count[...]) == 4

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import flaxshard as fs
-from flaxshard.replicas import values
 
 P = jax.sharding.PartitionSpec
 NamedSharding = jax.sharding.NamedSharding
@@ -43,30 +42,6 @@ def test_per_replica_is_a_sequence_and_a_pytree():
   doubled = jax.tree.map(lambda x: 2 * x, losses)
   assert isinstance(doubled, fs.PerReplica)
   assert np.asarray(doubled).tolist() == [2.0, 6.0]
-
-
-def test_mean_over_replicas_and_broadcast_to_replicas():
-  keys = jax.random.split(jax.random.key(0), 8)
-  tree = {
-    "mean": EIGHT.distribute_values_from_function(
-      lambda context: np.full((2, 3), context.replica_id_in_sync_group, "f4")
-    ),
-    "count": fs.PerReplica(jnp.arange(8)),
-    "key": fs.PerReplica(keys),
-    "shared": jnp.ones(3),
-  }
-  merged = values.mean_over_replicas(tree)
-  np.testing.assert_array_equal(merged["mean"], np.full((2, 3), 3.5))
-  assert int(merged["count"]) == 0
-  assert merged["key"] == keys[0]
-  assert merged["shared"] is tree["shared"]
-  spread = values.broadcast_to_replicas(merged, tree)
-  assert jax.tree.structure(spread) == jax.tree.structure(tree)
-  for i in (0, 7):
-    np.testing.assert_array_equal(spread["mean"][i], merged["mean"])
-    assert spread["key"][i] == merged["key"]
-  where = spread["mean"].value.sharding
-  assert where == tree["mean"].value.sharding
 
 
 # -- distribute_values_from_function.

@@ -222,21 +222,21 @@ def call(state):
 
 
 @pytest.mark.parametrize("instance", [False, True])
-def test_nnx_metadata(instance):
-  def model(rngs):
-    return Net(rngs, (None, "model"))
-
+def test_nnx_metadata_rules_and_values(instance):
+  model = lambda rngs: Net(rngs, (None, "model"))
   if instance:
     with jax.set_mesh(MESH):
       model = model(nnx.Rngs(KEY))
   state = make(model, x=None, strategy=STRATEGY)
   assert specs(state.params) == {"dense/kernel": P(None, "model")}
-  if instance:
-    return
   state = make(model, x=None, strategy=STRATEGY, rules=FSDP(min_size=64))
-  assert specs(state.params) == {"dense/kernel": P("replica", "model")}
+  prefixes = ("params", "opt_state/0/mu", "opt_state/0/nu")
+  assert specs(state) == {
+    f"{prefix}/dense/kernel": P("replica", "model") for prefix in prefixes
+  }
   plain = make(lambda rngs: Net(rngs), x=None)
-  assert_trees_close(state.params, plain.params)
+  for name in ("params", "batch_stats", "rngs", "arrays", "opt_state"):
+    assert_trees_close(getattr(state, name), getattr(plain, name))
   np.testing.assert_allclose(call(state), call(plain), rtol=1e-5, atol=1e-6)
 
 
@@ -345,42 +345,3 @@ def test_abstract_nnx_state_equals_the_concrete_state():
   from_abstract = make(module, x=None, abstract=True)
   shapes = lambda state: jax.tree.map(lambda x: x.shape, state.params)
   assert shapes(from_abstract) == shapes(state)
-
-
-@pytest.mark.parametrize("strategy", [None, STRATEGY])
-def test_create_of_shapes_allocates_nothing(strategy):
-  def create(params):
-    return fs.TrainState.create(
-      apply_fn=None, params=params, tx=ADAM, strategy=strategy
-    )
-
-  split = put(X, None, "model") if strategy else X
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-    {"w": jnp.asarray(split)},
-  )
-  state, wanted = create(shapes), create({"w": split})
-  facts = lambda s: [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(s)]
-  assert facts(state) == facts(wanted)
-  assert isinstance(state.opt_state[0].mu["w"], jax.ShapeDtypeStruct)
-
-
-@pytest.mark.slow
-def test_nnx_module_and_function_create_the_same_state():
-  function = lambda rngs: Net(rngs)
-  kwargs = dict(wrappers=[fs.LossScale("auto")], strategy=STRATEGY)
-  rules = (("dense/kernel", P("replica", "model")),)
-  plain = make(function, x=None, wrappers=[fs.LossScale("auto")])
-  wanted_output = call(plain)
-  for model in (Net(nnx.Rngs(KEY)), function):
-    state = make(model, x=None, rules=rules, **kwargs)
-    assert specs(state) == {
-      "params/dense/kernel": P("replica", "model"),
-      "opt_state/0/mu/dense/kernel": P("replica", "model"),
-      "opt_state/0/nu/dense/kernel": P("replica", "model"),
-    }
-    for name in ("params", "batch_stats", "rngs", "arrays", "opt_state"):
-      assert_trees_close(getattr(state, name), getattr(plain, name))
-    # The scale follows the policy of the module, mixed_float16.
-    assert float(state.wrapper_states["loss_scale"].scale) == 2.0**15
-  np.testing.assert_allclose(call(state), wanted_output, rtol=1e-5, atol=1e-6)

@@ -278,6 +278,11 @@ def donate(argnums):
     (lambda: echo({"n": 2**31}), ValueError, rf"argument 0/n .*{2**31}.*int32"),
     (lambda: echo({"a": fs.PerReplica(np.ones((4, 2)))}), ValueError, "0/a"),
     (lambda: echo(fs.PerReplica(np.ones(16))), ValueError, r"shape \(16,\)"),
+    (
+      lambda: echo(create().replace(opt_state={"m": fs.PerReplica(X)})),
+      TypeError,
+      "0/opt_state/m is .* argument of its own",
+    ),
     (lambda: echo(SPLIT_OTHERWISE), ValueError, "argument 0"),
     (run_split_agn, ValueError, "0/params/w1 is split over 'replica'"),
     (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
