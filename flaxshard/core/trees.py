@@ -15,6 +15,8 @@ from flaxshard.core.indexed_slices import is_indexed_slices
 PyTree = Any
 Path = tuple[Any, ...]
 
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+
 
 def path_string(path: Path) -> str:
   """Returns a key path as `Dense_0/kernel`; the root is `<root>`."""
@@ -92,18 +94,10 @@ def is_array(leaf: Any) -> bool:
     >>> is_array(2.5), is_array(np.array(["text"]))
     (True, False)
   """
-  # `jnp.result_type` accepts dtypes and their names too. Modules of Flax have a
-  # dtype.
-  if isinstance(leaf, (str, type, np.dtype)):
+  if not isinstance(leaf, (bool, int, float, complex, *_ARRAYS)):
     return False
-  if hasattr(leaf, "dtype") and not hasattr(leaf, "shape"):
-    return False
-  try:
-    dtype = dtype_of(leaf)
-  except (TypeError, ValueError):
-    return False
-  # Objects, texts, bytes and times of NumPy.
-  return getattr(dtype, "kind", "") not in tuple("OUSMm")
+  # Objects, texts, bytes and times of NumPy; a PRNG key has no kind.
+  return getattr(dtype_of(leaf), "kind", "") not in tuple("OUSMm")
 
 
 def check_arrays(argument: str, tree: PyTree) -> None:

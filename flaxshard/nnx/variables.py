@@ -181,6 +181,4 @@ def _place(tree: PyTree, specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
       return mesh_lib.constrain(x, sharding)
     return mesh_lib.put(jnp.asarray(x), sharding)
 
-  leaves, treedef = jax.tree.flatten(tree)
-  placed = map(place, leaves, jax.tree.leaves(specs))
-  return jax.tree.unflatten(treedef, placed)
+  return jax.tree.map(place, tree, specs)

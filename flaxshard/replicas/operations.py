@@ -53,10 +53,8 @@ def reduce(
     )
 
   def reduce_rows(x: Any) -> jax.Array:
-    axes = (0,)
-    if axis is not None:
-      axes += (_axis_after_replicas("reduce", axis, x),)
-    return _reduce(mesh, reduce_op, axes, _on_mesh(mesh, x))
+    axes = () if axis is None else (_axis_after_replicas("reduce", axis, x),)
+    return _reduce(mesh, reduce_op, (0, *axes), _on_mesh(mesh, x))
 
   def reduce_shared(name: str, x: Any) -> Any:
     if reduce_op == "sum":

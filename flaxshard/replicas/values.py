@@ -63,7 +63,18 @@ class PerReplica:
         f"PerReplica: index must be below {len(self)}, the number of replicas, "
         f"got {index}."
       )
-    return jax.tree.map(lambda x: take_row(x, index), self.value)
+
+    def take_row(x: Any) -> Any:
+      sharding = x.sharding if isinstance(x, jax.Array) else None
+      # JAX refuses to index an axis that is sharded over an Explicit mesh axis.
+      if isinstance(sharding, jax.sharding.NamedSharding) and (
+        jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+      ):
+        whole = jax.sharding.NamedSharding(sharding.mesh, P())
+        return jax.device_put(x, whole)[index]
+      return x[index]
+
+    return jax.tree.map(take_row, self.value)
 
   def __len__(self) -> int:
     """Returns the number of replicas."""
@@ -126,14 +137,3 @@ def has_replica_axis(spec: Any) -> bool:
   # Anything else than a PartitionSpec is refused when the state is placed.
   entries = (*spec, None) if isinstance(spec, P) else (None,)
   return mesh_lib.REPLICA in specs_lib.axes_of(entries[0])
-
-
-def take_row(x: Any, index: int) -> Any:
-  """Returns `x[index]`."""
-  # JAX refuses to index an axis that is sharded over an Explicit mesh axis.
-  sharding = x.sharding if isinstance(x, jax.Array) else None
-  if isinstance(sharding, jax.sharding.NamedSharding) and (
-    jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-  ):
-    x = jax.device_put(x, jax.sharding.NamedSharding(sharding.mesh, P()))
-  return x[index]

@@ -70,14 +70,17 @@ def trace(
     rules: How the parameters are split over the mesh.
     strict: Whether a logical name that has no rule is an error.
   """
-  # Variables may be in the boxes of their partitioning metadata.
+  # The variables are in the boxes of their partitioning metadata, if any.
   initialize: Callable[..., dict[str, PyTree]]
+  args: tuple[Any, ...]
+  apply_fn: Callable[..., Any]
   if isinstance(model, nn.Module):
     linen, args = _linen_initializer(model, rng, sample_input, init_kwargs)
-    # Under jit, so that `initialize` is traced once.
-    initialize = jax.jit(linen)
-    traced = initialize.trace(*args)
-    boxed, apply_fn, policy = traced.out_info, model.apply, policy_of(model)
+    # Under jit, so that it is traced once.
+    jitted = jax.jit(linen)
+    traced = jitted.trace(*args)
+    initialize, apply_fn, policy = jitted, model.apply, policy_of(model)
+    boxed = traced.out_info
     # The program of `init` contains the whole forward pass.
     if jaxprs.computes_in(traced.jaxpr, jnp.float16):
       policy = Policy("mixed_float16")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import types
 import warnings
 
 import compilations
@@ -19,10 +18,8 @@ import flaxshard as fs
 from flaxshard.partitioning import FSDP
 
 P = jax.sharding.PartitionSpec
-MESH = jax.sharding.Mesh(
-  np.array(jax.devices()).reshape(4, 2), ("replica", "model")
-)
-STRATEGY = types.SimpleNamespace(mesh=MESH)
+STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+MESH = STRATEGY.mesh
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
 KEY = jax.random.key(0)
 
@@ -275,7 +272,7 @@ def test_create_keeps_the_sharding_of_given_arrays():
   )
   assert_trees_close(state, repeat_for_four_replicas(plain))
   step = lambda s: s.apply_gradients(grads=s.params)
-  new = fs.Strategy(mesh_shape=dict(STRATEGY.mesh.shape)).run(step, (state,))
+  new = STRATEGY.run(step, (state,))
   assert new.params["split"].sharding.spec == P(None, "model")
 
 

@@ -1,6 +1,5 @@
 """Initialization of models: keys, inputs, keyword arguments and precision."""
 
-import types
 from typing import Any, NamedTuple
 import warnings
 
@@ -18,11 +17,7 @@ import flaxshard as fs
 P = jax.sharding.PartitionSpec
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 KEY = jax.random.key(3)
-STRATEGY = types.SimpleNamespace(
-  mesh=jax.sharding.Mesh(
-    np.array(jax.devices()).reshape(4, 2), ("replica", "model")
-  )
-)
+STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
 
 
 def create(model, rng=KEY, x=X, **kwargs):

@@ -1,7 +1,5 @@
 """LoRA trains factors of kernels, and keeps the other parameters frozen."""
 
-import types
-
 from flax import linen as nn
 from flax import nnx
 import jax
@@ -14,10 +12,7 @@ import flaxshard as fs
 from flaxshard.state import lora as lora_lib
 
 P = jax.sharding.PartitionSpec
-MESH = jax.sharding.Mesh(
-  np.array(jax.devices()).reshape(4, 2), ("replica", "model")
-)
-STRATEGY = types.SimpleNamespace(mesh=MESH)
+STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
 TX = optax.adam(0.01)
 KEY = jax.random.key(0)
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)

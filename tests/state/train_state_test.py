@@ -154,7 +154,7 @@ def test_scaling_by_hand_equals_value_and_grad():
 
 
 def test_shared_buffers_are_donated_safely():
-  x = jnp.ones(3)
+  x, key = jnp.ones(3), jax.random.key(7)
 
   # As with Lookahead and averages, whose slots are the parameters at first.
   def update(updates, anchor, params):
@@ -167,6 +167,7 @@ def test_shared_buffers_are_donated_safely():
     tx=optax.GradientTransformation(lambda params: params, update),
     params={"a": x, "b": x},
     batch_stats={"m": x},
+    rngs={"a": key, "b": key},
   )
   step = jax.jit(
     lambda s: s.minimize(lambda p: (p["a"] * 2 + p["b"]).sum())[0],
@@ -178,6 +179,8 @@ def test_shared_buffers_are_donated_safely():
   np.testing.assert_array_equal(state.params["b"], np.zeros(3))
   np.testing.assert_array_equal(state.opt_state["a"], ones)
   np.testing.assert_array_equal(state.batch_stats["m"], ones)
+  for name in ("a", "b"):
+    assert jax.random.key_data(state.rngs[name]).tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
