@@ -149,6 +149,7 @@ def _map_rows(
     of_shared: Takes the name and the value of any other leaf.
     value: The tree.
   """
+  compile_only.check_can_run(where, mesh)
   replicas = mesh.shape[mesh_lib.REPLICA]
 
   def convert(path: Any, x: Any) -> Any:
