@@ -301,8 +301,7 @@ class _Plan:
     for wrapper, difference in self._new:
       leaves = self._new_state(wrapper, difference, target) | leaves
     # Orbax returns arrays that are complete; so does this function.
-    restored: TrainState = jax.block_until_ready(self._unflatten(leaves))
-    return restored
+    return jax.block_until_ready(self._unflatten(leaves))
 
   def _new_state(
     self, wrapper: base.Base, difference: str | None, target: base.Target

@@ -280,18 +280,12 @@ def to_global(tree: PyTree) -> PyTree:
       )
     if isinstance(node, values.Replicated):
       return node
-    return (
-      _state_to_global(node)
-      if is_state(node)
-      else values.PerReplica(_row(node))
-    )
+    if is_state(node):
+      return _state_to_global(node)
+    # With the axis of the replicas, of length 1.
+    return values.PerReplica(jnp.asarray(node)[None])
 
   return jax.tree.map(convert, tree, is_leaf=is_node)
-
-
-def _row(x: Any) -> jax.Array:
-  """Returns an array with the axis of the replicas, of length 1."""
-  return jnp.asarray(x)[None]
 
 
 def _state_to_local(state: Any) -> Any:
