@@ -16,12 +16,6 @@ from flaxshard.center import heads
 from flaxshard.center.store import Objects
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_plots():
-  with tiny.importable("commits_test", __name__):
-    yield
-
-
 def create_config(*, deadline=60.0, commit="mean", **fields):
   agn = {
     "communication_period": 3,

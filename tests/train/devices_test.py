@@ -106,7 +106,7 @@ def test_batches_are_split_into_pieces(mesh, pieces, spec):
   [
     ({}, "input", (8, 1, 1, 1), "Did you mean 'inputs'"),
     ({"logical_devices": 8}, "mask", (8,), "inputs, labels"),
-    ({}, "inputs", (1, 2, 4, 1), "1, got 8"),
+    ({}, "inputs", (1, 2, 4, 1), "(2, 8, 8, 1)"),
     ({"logical_devices": 8}, "inputs", (2, 4), "dimension"),
     # 16 examples on two replicas: each splits 8.
     ({"logical_devices": 3}, "inputs", (3, 1, 1, 1), "evenly divide"),

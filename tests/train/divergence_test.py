@@ -12,15 +12,7 @@ from flaxshard import train
 from flaxshard.train import divergence
 from flaxshard.train import steps
 
-_THIS = "divergence_test_factories"
 _FLOOR = ("loss_scale", {"scale": {"type": "dynamic", "initial_scale": 1.0}})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the schedule of this file; draws no plots."""
-  with tiny.importable(_THIS, __name__):
-    yield
 
 
 def diverging(learning_rate: float, num_train_steps: int):
@@ -31,7 +23,7 @@ def diverging(learning_rate: float, num_train_steps: int):
 
 def diverging_config(**fields):
   values = dict(
-    schedule={"name": f"{_THIS}:diverging"},
+    schedule={"name": f"{__name__}:diverging"},
     optimizer={"name": "sgd"},
     wrappers=(_FLOOR,),
     num_train_steps=40,
@@ -68,7 +60,7 @@ def breaking(learning_rate: float, num_train_steps: int):
 @pytest.mark.slow
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
   config = diverging_config(
-    schedule={"name": f"{_THIS}:breaking"},
+    schedule={"name": f"{__name__}:breaking"},
     wrappers=(),
     precision="float32",
     checkpoint_every_steps=2,

@@ -21,8 +21,6 @@ import flaxshard as fs
 from flaxshard import data
 from flaxshard import train
 
-_THIS = "export_test_factories"
-
 
 class Normalized(nnx.Module):
   """Has batch statistics, keys of random streams and bfloat16 parameters."""
@@ -51,13 +49,6 @@ class Pairs(nn.Module):
     return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the models of this file; draws no plots."""
-  with tiny.importable(_THIS, __name__):
-    yield
-
-
 def train_model(folder, **fields) -> str:
   """Returns the workdir of a run of two steps."""
   config = tiny.config(
@@ -72,7 +63,7 @@ def workdir(tmp_path_factory):
   """The workdir of a run of an NNX model."""
   folder = tmp_path_factory.mktemp("run")
   return train_model(
-    folder, model={"name": f"{_THIS}:Normalized"}, mesh={"replica": 2}
+    folder, model={"name": f"{__name__}:Normalized"}, mesh={"replica": 2}
   )
 
 

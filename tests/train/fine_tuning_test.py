@@ -11,15 +11,6 @@ from flaxshard import data
 from flaxshard import merge_lora
 from flaxshard import train
 
-_THIS = "fine_tuning_test_factories"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the data of this file; draws no plots."""
-  with tiny.importable(_THIS, __name__):
-    yield
-
 
 def rotated_digits() -> data.Splits:
   """Returns digits that are turned by a quarter, for another task."""
@@ -50,7 +41,7 @@ def num_bytes(tree):
 def test_fine_tuning_with_lora_on_other_data(tmp_path, caplog, recwarn):
   pretrained = train.train_and_evaluate(make_config(), str(tmp_path / "a"))
   config = make_config(
-    data={"name": f"{_THIS}:rotated_digits"},
+    data={"name": f"{__name__}:rotated_digits"},
     init_from={"path": str(tmp_path / "a")},
     lora={
       "rank": 8,

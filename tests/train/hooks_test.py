@@ -8,14 +8,7 @@ import tiny
 from flaxshard.train import config as config_lib
 from flaxshard.train import hooks as hooks_lib
 
-_THIS = "hooks_test_factories"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the hooks of this file; draws no plots."""
-  with tiny.importable(_THIS, __name__):
-    yield
+_THIS = __name__
 
 
 def record(step, state, metrics, *, into="calls"):
@@ -68,7 +61,11 @@ def test_hooks_are_called_in_order_with_copies_of_the_row(tmp_path):
     # The field, before anything is imported.
     ("my_package:log", (), ("config.hooks", "tuple", "'my_package:log'")),
     # What it names.
-    ((f"{_THIS}:recrod",), (), ("config.hooks[0]", "Did you mean 'record'?")),
+    (
+      (f"{_THIS}:recrod",),
+      (),
+      ("config.hooks[0]", "Did you mean 'record'?"),
+    ),
     (({"name": f"{_THIS}:Writer", "nam": 1},), (), ("hooks[0]", "'nam'")),
     ((), (Writer,), ("hooks[0]", "Writer")),
   ],

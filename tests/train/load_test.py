@@ -14,15 +14,6 @@ import flaxshard as fs
 from flaxshard import data
 from flaxshard import train
 
-_THIS = "load_test_factories"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the data of this file; draws no plots."""
-  with tiny.importable(_THIS, __name__):
-    yield
-
 
 def digits_from_disk() -> data.Splits:
   """Returns the digits; a test lets it fail, as where they are not on disk."""
@@ -34,7 +25,7 @@ def run(tmp_path_factory):
   """A run with checkpoints of steps 4 and 8: its workdir and final state."""
   workdir = str(tmp_path_factory.mktemp("run"))
   config = tiny.config(
-    data={"name": f"{_THIS}:digits_from_disk"},
+    data={"name": f"{__name__}:digits_from_disk"},
     mesh={"replica": 2},
     precision="float32",
     wrappers=(("ema", {"decay": 0.5}),),

@@ -19,8 +19,6 @@ from flaxshard import train
 
 P = jax.sharding.PartitionSpec
 
-_THIS = "loop_parallel_factories"
-
 SPATIAL = {"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}}
 # Megatron-LM (Shoeybi et al., 2019), as in configs/lm_text_tensor_parallel.py.
 TENSOR_PARALLEL = {
@@ -64,17 +62,10 @@ def infinite_example() -> data.Splits:
   return data.Splits(train_source, images.eval, 10)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the data of this file; draws no plots."""
-  with tiny.importable(_THIS, __name__):
-    yield
-
-
 def image_config(mesh, **fields):
   defaults = dict(
     model={"name": "cnn", "features": (4,), "dense": 8},
-    data={"name": f"{_THIS}:digits"},
+    data={"name": f"{__name__}:digits"},
     mesh=mesh,
     precision="float32",
     wrappers=(),
@@ -90,25 +81,20 @@ def text_config(mesh):
   return image_config(
     mesh,
     model={"name": "transformer", "max_length": 8, **model},
-    data={"name": f"{_THIS}:tokens"},
+    data={"name": f"{__name__}:tokens"},
     optimizer={"name": "sgd", "momentum": 0.9},
   )
 
 
 @pytest.fixture(scope="module")
-def image_run(tmp_path_factory):
-  """A CNN on one device: its workdir and final state."""
-  workdir = str(tmp_path_factory.mktemp("images"))
-  config = image_config({"replica": 1})
-  return workdir, train.train_and_evaluate(config, workdir)
-
-
-@pytest.fixture(scope="module")
-def text_run(tmp_path_factory):
-  """A transformer on one device: its workdir and final state."""
-  workdir = str(tmp_path_factory.mktemp("text"))
-  config = text_config({"replica": 1})
-  return workdir, train.train_and_evaluate(config, workdir)
+def one_device(tmp_path_factory):
+  """Runs of a CNN and of a transformer: the workdir and final state of each."""
+  runs = {}
+  for make_config in (image_config, text_config):
+    workdir = str(tmp_path_factory.mktemp("run"))
+    config = make_config({"replica": 1})
+    runs[make_config] = workdir, train.train_and_evaluate(config, workdir)
+  return runs
 
 
 def copy_at_step_2(workdir, copy) -> str:
@@ -141,20 +127,27 @@ def assert_close(params, wanted) -> None:
   )
 
 
+def continue_run(one_device, copy, make_config, mesh):
+  """Continues a run of one device at step 2 on a mesh; returns the state."""
+  workdir, wanted = one_device[make_config]
+  state = train.train_and_evaluate(
+    make_config(mesh), copy_at_step_2(workdir, copy)
+  )
+  assert_same_rows(copy, workdir)
+  assert_close(state.params, wanted.params)
+  return state
+
+
 @pytest.mark.slow
-def test_a_spatial_split_continues_a_run_of_one_device(image_run, tmp_path):
-  one_device, wanted = image_run
-  workdir = copy_at_step_2(one_device, tmp_path / "run")
-  state = train.train_and_evaluate(image_config(SPATIAL), workdir)
-  assert_same_rows(workdir, one_device)
+def test_a_spatial_split_continues_a_run_of_one_device(one_device, tmp_path):
+  state = continue_run(one_device, tmp_path / "run", image_config, SPATIAL)
   for path, x in jax.tree_util.tree_leaves_with_path(state):
     assert x.sharding.is_fully_replicated, path
     assert len(x.sharding.device_set) == 8, path
-  assert_close(state.params, wanted.params)
 
 
 @pytest.mark.slow
-def test_replicas_with_cross_shard_train_like_one_device(image_run, tmp_path):
+def test_replicas_with_cross_shard_train_like_one_device(one_device, tmp_path):
   """Batch and labels are split over the logical devices of each replica."""
   mesh = {
     "logical_devices": 4,
@@ -167,9 +160,10 @@ def test_replicas_with_cross_shard_train_like_one_device(image_run, tmp_path):
   )
   config = image_config(mesh, wrappers=wrappers)
   state = train.train_and_evaluate(config, str(tmp_path))
-  assert_same_rows(str(tmp_path), image_run[0])
+  workdir, wanted = one_device[image_config]
+  assert_same_rows(tmp_path, workdir)
   assert set(state.wrapper_states) == {"loss_scale", "cross_shard"}
-  assert_close(state.params, image_run[1].params)
+  assert_close(state.params, wanted.params)
 
 
 @pytest.mark.slow
@@ -188,13 +182,9 @@ def test_replicas_with_cross_shard_train_like_one_device(image_run, tmp_path):
   ],
 )
 def test_split_parameters_continue_a_run_of_one_device(
-  text_run, tmp_path, mesh, specs
+  one_device, tmp_path, mesh, specs
 ):
-  one_device, wanted = text_run
-  workdir = copy_at_step_2(one_device, tmp_path / "run")
-  state = train.train_and_evaluate(text_config(mesh), workdir)
-  assert_same_rows(workdir, one_device)
-  assert_close(state.params, wanted.params)
+  state = continue_run(one_device, tmp_path / "run", text_config, mesh)
   block = state.params["block0"]
   found = [block["mlp_in"]["kernel"], block["mlp_in"]["bias"]]
   found.append(block["mlp_out"]["kernel"])
@@ -240,7 +230,7 @@ def test_a_nonfinite_loss_of_one_replica_stops_all(tmp_path):
     # are split over them.
     "rules": (("dense/kernel", (None, "model")), ("head/kernel", ("model",))),
   }
-  config = image_config(mesh, data={"name": f"{_THIS}:infinite_example"})
+  config = image_config(mesh, data={"name": f"{__name__}:infinite_example"})
   with pytest.raises(FloatingPointError) as e:
     train.train_and_evaluate(config, str(tmp_path))
   match = re.match(r"step (\d): the loss is not finite; \d of 6", str(e.value))
@@ -248,4 +238,4 @@ def test_a_nonfinite_loss_of_one_replica_stops_all(tmp_path):
   assert 1 <= int(match[1]) <= 4
   assert "conv0/kernel" in str(e.value)
   # No checkpoint holds the spoiled parameters.
-  assert str(match[1]) not in os.listdir(tmp_path / "checkpoints")
+  assert not (tmp_path / "checkpoints" / match[1]).exists()

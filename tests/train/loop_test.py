@@ -24,15 +24,7 @@ from flaxshard import train
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import report
 
-_THIS = "loop_test_factories"
 _DRAW = report.draw
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the model and the data of this file; draws no plots."""
-  with tiny.importable(_THIS, __name__):
-    yield
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +183,7 @@ def test_a_nonfinite_loss_and_float16_are_warned_of_where_they_arise(
 ):
   """A run that goes on; loop_parallel_test.py has one that stops."""
   config = tiny.config(
-    data={"name": f"{_THIS}:infinite_example"},
+    data={"name": f"{__name__}:infinite_example"},
     wrappers=(),
     num_train_steps=4,
     on_nonfinite="continue",
@@ -273,7 +265,7 @@ class TinyNNX(nnx.Module):
 @pytest.mark.slow
 def test_an_nnx_model_trains_and_resumes(tmp_path, monkeypatch):
   config = tiny.config(
-    model={"name": f"{_THIS}:TinyNNX", "width": 16},
+    model={"name": f"{__name__}:TinyNNX", "width": 16},
     num_train_steps=4,
     eval_every_steps=100,
     checkpoint_every_steps=2,

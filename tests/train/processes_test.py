@@ -12,7 +12,6 @@ import two_processes
 
 import flaxshard as fs
 from flaxshard import train
-from flaxshard.train import report
 
 pytestmark = pytest.mark.slow
 
@@ -195,9 +194,8 @@ for name in sys.argv[6:]:
 
 
 def test_two_processes_train_the_same_parameters_as_one(
-  two_process_runs, tmp_path, monkeypatch
+  two_process_runs, tmp_path
 ):
-  monkeypatch.setattr(report, "draw", lambda *args: None)
   for name in _SMALL_CONFIGS:
     wanted_dir = str(tmp_path / "one" / name)
     wanted = train.train_and_evaluate(small_config(name), wanted_dir)

@@ -3,6 +3,7 @@
 import pytest
 import tiny
 
+from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import ranks
@@ -57,8 +58,9 @@ def test_indivisible_share_raises(fields, words):
 def test_workers_read_the_rows_of_their_replicas():
   fields = {"mesh": {"replica": 4, "per_replica": True}}
   whole = config(**fields, wrappers=(("agn", {"commit": "mean"}),))
-  strategy = devices.create_strategy(whole)
-  with setup_lib.create_setup(whole, strategy).open_train_batches() as batches:
+  loaded = load.load(whole)
+  setup = setup_lib.Setup(whole, devices.create_strategy(whole), loaded)
+  with setup.open_train_batches() as batches:
     wanted = [next(batches)["labels"].tolist() for _ in range(2)]
   shared = config(**fields)
   worker_config = ranks.config_of_worker(shared, 2)
@@ -66,7 +68,7 @@ def test_workers_read_the_rows_of_their_replicas():
     rank = Rank(worker_id, 2)
     strategy = devices.create_strategy(worker_config)
     assert strategy.num_replicas_in_sync == 2
-    setup = setup_lib.create_setup(shared, strategy, rank=rank)
+    setup = setup_lib.Setup(shared, strategy, loaded, rank)
     assert setup.batch_size == 8
     rows = slice(8 * worker_id, 8 * (worker_id + 1))
     with setup.open_train_batches() as batches:

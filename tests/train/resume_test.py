@@ -9,15 +9,6 @@ from flaxshard import data
 from flaxshard.train import config as config_lib
 from flaxshard.train import resume
 
-_THIS = "resume_test_factories"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the data of this file; draws no plots."""
-  with tiny.importable(_THIS, __name__):
-    yield
-
 
 def digits() -> data.Splits:
   """Returns 128 digits."""
@@ -28,7 +19,7 @@ def digits() -> data.Splits:
 
 def make_config(**fields):
   fields = {"num_train_steps": 4, "log_every_steps": 4, **fields}
-  return tiny.config(data={"name": f"{_THIS}:digits"}, **fields)
+  return tiny.config(data={"name": f"{__name__}:digits"}, **fields)
 
 
 @pytest.fixture

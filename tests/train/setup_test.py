@@ -1,7 +1,6 @@
 """Set-up of a run: errors name fields, and nothing is compiled."""
 
 import re
-import sys
 
 import flax.linen as nn
 import numpy as np
@@ -14,17 +13,8 @@ from flaxshard.train import devices
 from flaxshard.train import evaluation
 from flaxshard.train import setup as setup_lib
 
-_THIS = "setup_test_factories"
-
+_THIS = __name__
 GROUPS = ((2, 0), (3, 1))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Lets configs name the models and data of this file."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(sys.modules, _THIS, sys.modules[__name__])
-    yield
 
 
 class Probabilities(nn.Module):
@@ -87,8 +77,14 @@ def test_a_spatial_split_exchanges_borders_only():
   ("fields", "facts"),
   [
     (dict(model={"name": "cnn", "depth": 3}), ("config.model", "'depth'")),
-    (dict(data={"name": f"{_THIS}:unlabelled"}), ("config.data", "'labels'")),
-    (dict(model={"name": f"{_THIS}:WrongLogits"}), ("config.model", "(16,)")),
+    (
+      dict(data={"name": f"{_THIS}:unlabelled"}),
+      ("config.data", "'labels'"),
+    ),
+    (
+      dict(model={"name": f"{_THIS}:WrongLogits"}),
+      ("config.model", "(16,)"),
+    ),
     (
       dict(schedule={"name": "cosine", "warmup_steps": -1}),
       ("config.schedule", "warmup_steps", "-1"),

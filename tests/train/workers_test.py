@@ -11,7 +11,6 @@ import tiny
 
 import flaxshard as fs
 from flaxshard import train
-from flaxshard.train import report
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +60,7 @@ def load_both(folder):
   return states
 
 
-def test_two_workers_end_like_two_replicas(start, tmp_path, monkeypatch):
+def test_two_workers_end_like_two_replicas(start, tmp_path):
   output = start().end()
   # Worker 0 alone prints rows and the result.
   assert output.count("step 14: eval_loss=") == 2
@@ -74,7 +73,6 @@ def test_two_workers_end_like_two_replicas(start, tmp_path, monkeypatch):
   local = [x.local_params["head"]["kernel"] for x in agn]
   assert not np.array_equal(*local)
 
-  monkeypatch.setattr(report, "draw", lambda *args: None)
   config = fs.config.read(str(tmp_path / "my_config.py"))
   config.wrappers = (("agn", {"communication_period": 4, "commit": "mean"}),)
   config.mesh.replica = 2

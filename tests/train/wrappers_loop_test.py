@@ -20,13 +20,6 @@ COSINE = {"name": "cosine", "warmup_steps": 1}
 PLAIN = dict(num_train_steps=4, log_every_steps=1, schedule=COSINE)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def importable():
-  """Draws no plots."""
-  with tiny.importable("wrappers_loop_test", __name__):
-    yield
-
-
 def config(**fields):
   values = dict(wrappers=(), precision="float32", mesh={"replica": 2})
   return tiny.config(**{**values, **fields})
