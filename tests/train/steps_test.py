@@ -260,8 +260,7 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
   new_state, progress = each_replica(state, BATCH, step=5)
 
   @jax.jit
-  def replica(index):
-    x, labels = jnp.reshape(X, (2, 2, 2))[index], jnp.reshape(LABELS, (2, 2))
+  def replica(index, x, labels):
     key = jax.random.fold_in(jax.random.fold_in(RNG, index), 5)
 
     def loss_fn(params):
@@ -272,14 +271,14 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
         mutable=["batch_stats"],
         rngs={"dropout": key},
       )
-      losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits, labels[index]
-      )
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
       return losses.mean(), (logits, new["batch_stats"])
 
     return jax.value_and_grad(loss_fn, has_aux=True)(state.params)
 
-  (first, grads_0), (second, grads_1) = map(replica, (0, 1))
+  (first, grads_0), (second, grads_1) = (
+    replica(i, X[2 * i : 2 * i + 2], LABELS[2 * i : 2 * i + 2]) for i in (0, 1)
+  )
   mean = lambda a, b: jax.tree.map(lambda x, y: (x + y) / 2, a, b)
   wanted = jax.tree.map(
     lambda p, g: p - 0.5 * g, state.params, mean(grads_0, grads_1)
