@@ -194,7 +194,8 @@ def _nnx_method(
   def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     function = _method_of(module, method)
     given = mode_arguments(function, train, args) | kwargs
-    if "rngs" in _parameters(function) and "rngs" not in given:
+    takes = inspect.signature(function).parameters
+    if "rngs" in takes and "rngs" not in given:
       # NNX draws streams that it is not given from "default".
       default = {"default": rngs["params"]} if "params" in rngs else {}
       given["rngs"] = nnx.Rngs(**{**default, **rngs})
@@ -229,7 +230,7 @@ def mode_arguments(
     args: The positional arguments of the call, which may have the mode already.
     required: Whether to leave out arguments with a default value.
   """
-  parameters = _parameters(function)
+  parameters = inspect.signature(function).parameters
   by_position = list(parameters)[: len(args)]
   return {
     name: value if train else not value
@@ -240,12 +241,6 @@ def mode_arguments(
       required and parameters[name].default is not inspect.Parameter.empty
     )
   }
-
-
-def _parameters(
-  function: Callable[..., Any],
-) -> Mapping[str, inspect.Parameter]:
-  return inspect.signature(function).parameters
 
 
 def _fold_in_replica(tree: Any) -> Any:

@@ -66,7 +66,8 @@ class Rollouts:
 
   def state(self) -> TrainState:
     """Returns the newest train state; see `flaxshard.tasks.Stream`."""
-    assert self._state is not None, "only while a batch is made"
+    if self._state is None:
+      raise RuntimeError("stream.state() is there only while a batch is made.")
     if self._first_replica is None:
       # Once for a batch, and only if it is asked for: this is a collective.
       self._first_replica = replica_groups.of_first_replica(self._state)

@@ -341,3 +341,5 @@ def test_invalid_rollouts_raise(batches, facts):
   )
   with pytest.raises(ValueError, match=f"Task.train_batches.*{facts}"):
     made.next_batch(None)
+  with pytest.raises(RuntimeError, match="state"):
+    made.state()
