@@ -16,8 +16,9 @@ def _insert_fields(app: Any, docname: str, source: list[str]) -> None:
     return
   if MARK not in source[0]:
     raise ValueError(f"docs/config.md has no line {MARK!r}.")
-  # In the help these are paths in the repository; here, titles of pages.
-  fields = re.sub(r"docs/(\S+\.md)", r"[](\1)", text.markdown())
+  # In the help these are addresses of the site; here, titles of its pages.
+  site = r"https://flaxshard\.github\.io/flaxshard/(\S+)\.html"
+  fields = re.sub(site, r"[](\1.md)", text.markdown())
   fields = re.sub(r"`(flaxshard\.[\w.]+)`", r"{py:obj}`\1`", fields)
   source[0] = source[0].replace(MARK, fields)
   # A change of the definition changes the page.
