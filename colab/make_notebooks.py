@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-import jupytext
-import nbclient
 import nbformat
 
 FOLDER = pathlib.Path(__file__).parent
@@ -31,6 +29,9 @@ def read(source: pathlib.Path) -> nbformat.NotebookNode:
   Args:
     source: A file in percent format.
   """
+  # Imported here, as nbclient below: they take a second.
+  import jupytext
+
   notebook = jupytext.read(source, fmt="py:percent")
   # jupytext's metadata have its version, and its cell ids are random.
   notebook.metadata = nbformat.from_dict(
@@ -67,6 +68,8 @@ def execute(
   Raises:
     nbclient.exceptions.CellExecutionError: A cell raised an exception.
   """
+  import nbclient
+
   client = nbclient.NotebookClient(
     notebook,
     timeout=timeout,
