@@ -14,10 +14,6 @@ from flaxshard.partitioning import coordinates as coordinates_lib
 from flaxshard.partitioning.coordinates import Lengths
 from flaxshard.partitioning.topology import Topology
 
-_ORDER_MODES = ("auto", "ring", "mesh")
-# The function whose arguments the errors are about.
-_BUILD = "DeviceAssignment.build"
-
 
 class DeviceAssignment:
   """Assigns a core of a topology to each logical core of each replica.
@@ -117,17 +113,54 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
 
     Source: `tf.tpu.experimental.DeviceAssignment.build`.
     """
-    cores = _lay_out(
-      topology,
-      _lengths_or_ones(f"{_BUILD}: computation_shape", computation_shape),
-      _lengths_or_ones(f"{_BUILD}: computation_stride", computation_stride),
-      checks.integer(f"{_BUILD}: num_replicas", num_replicas, minimum=1),
-      # Accept upper case too, as in TensorFlow's DeviceOrderMode.RING.
-      checks.one_of(
-        f"{_BUILD}: device_order_mode", device_order_mode.lower(), _ORDER_MODES
-      ),
+    shape = _lengths_or_ones("computation_shape", computation_shape)
+    stride = _lengths_or_ones("computation_stride", computation_stride)
+    num_replicas = checks.integer("num_replicas", num_replicas, minimum=1)
+    # Accept upper case too, as in TensorFlow's DeviceOrderMode.RING.
+    mode = checks.one_of(
+      "device_order_mode", device_order_mode.lower(), ("auto", "ring", "mesh")
     )
-    return cls(topology, cores)
+    slice_shape = topology.slice_shape
+    # The box that `stride` interleaved replicas along each axis share.
+    footprint = np.multiply(shape, stride)
+    # The most replicas that fit along each axis of a slice.
+    counts = (slice_shape // footprint * stride).tolist()
+    capacity = math.prod(counts)
+    if num_replicas > capacity * topology.num_slices:
+      raise ValueError(
+        f"num_replicas must be at most {capacity * topology.num_slices}, with "
+        f"computation_shape {shape} and computation_stride {stride} in "
+        f"{topology!r}, got {num_replicas}."
+      )
+    # All replicas have one order, so every slice must have rings.
+    has_rings = (
+      shape[3] == slice_shape[3]
+      and max(stride) == 1
+      and num_replicas % capacity == 0
+    )
+    if mode == "ring" and not has_rings:
+      raise ValueError(
+        "device_order_mode must be 'auto' or 'mesh' here, got 'ring': rings "
+        "need whole chips, stride 1, and slices that are full of replicas "
+        f"({capacity}); got {num_replicas} replicas of shape {shape} and "
+        f"stride {stride} in {topology!r}."
+      )
+    if mode == "ring" and not (_has_ring(counts[:3]) and _has_ring(shape[:3])):
+      checks.warn(
+        "device_order_mode='ring': a box with an odd side has no ring, so its "
+        f"chips are numbered with x fastest; the sides are {shape[:3]} chips, "
+        f"{tuple(counts[:3])} replicas."
+      )
+    slices = []
+    for number in range(-(-num_replicas // capacity)):
+      if has_rings and mode != "mesh":
+        boxes = _ring_order(shape, counts)
+      else:
+        count = min(capacity, num_replicas - number * capacity)
+        boxes = _mesh_order(shape, stride, counts, count)
+      # Slices are stacked along z.
+      slices.append(boxes + np.array([0, 0, number * slice_shape[2], 0]))
+    return cls(topology, np.concatenate(slices))
 
   # -- Sizes.
 
@@ -253,71 +286,6 @@ def _lengths_or_ones(argument: str, value: Any) -> Lengths:
 
 # -- The layout: the positions of replicas and cores, as in TensorFlow also
 # where other choices would be as good.
-
-
-def _lay_out(
-  topology: Topology,
-  shape: Lengths,
-  stride: Lengths,
-  num_replicas: int,
-  mode: str,
-) -> np.ndarray:
-  """Returns the coordinates of the cores of all replicas.
-
-  Args:
-    topology: The topology.
-    shape: The computation shape, checked.
-    stride: The computation stride, checked.
-    num_replicas: Number of replicas, at least 1.
-    mode: "auto", "ring" or "mesh".
-
-  Returns:
-    int64 [replicas, cores per replica, 4].
-
-  Raises:
-    ValueError: The arguments do not fit together, or do not fit the topology.
-  """
-  slice_shape = topology.slice_shape
-  # The box that `stride` interleaved replicas along each axis share.
-  footprint = np.multiply(shape, stride)
-  # The most replicas that fit along each axis of a slice.
-  counts = (slice_shape // footprint * stride).tolist()
-  capacity = math.prod(counts)
-  if num_replicas > capacity * topology.num_slices:
-    raise ValueError(
-      f"{_BUILD}: num_replicas must be at most "
-      f"{capacity * topology.num_slices}, with computation_shape {shape} and "
-      f"computation_stride {stride} in {topology!r}, got {num_replicas}."
-    )
-  # All replicas have one order, so every slice must have rings.
-  has_rings = (
-    shape[3] == slice_shape[3]
-    and max(stride) == 1
-    and num_replicas % capacity == 0
-  )
-  if mode == "ring" and not has_rings:
-    raise ValueError(
-      f"{_BUILD}: device_order_mode must be 'auto' or 'mesh' here, got 'ring': "
-      "rings need whole chips, stride 1, and slices that are full of replicas "
-      f"({capacity}); got {num_replicas} replicas of shape {shape} and stride "
-      f"{stride} in {topology!r}."
-    )
-  if mode == "ring" and not (_has_ring(counts[:3]) and _has_ring(shape[:3])):
-    checks.warn(
-      f"{_BUILD}: device_order_mode='ring': a box with an odd side has no "
-      "ring, so its chips are numbered with x fastest; the sides are "
-      f"{shape[:3]} chips, {tuple(counts[:3])} replicas.",
-    )
-  slices = []
-  for number in range(-(-num_replicas // capacity)):
-    if has_rings and mode != "mesh":
-      boxes = _ring_order(shape, counts)
-    else:
-      count = min(capacity, num_replicas - number * capacity)
-      boxes = _mesh_order(shape, stride, counts, count)
-    # Slices are stacked along z.
-    slices.append(boxes + np.array([0, 0, number * slice_shape[2], 0]))
-  return np.concatenate(slices)
 
 
 def _mesh_order(

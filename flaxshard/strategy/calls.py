@@ -165,8 +165,16 @@ class CompiledForms:
     return fn if self._loop is None else self._loop(fn)
 
 
-class FunctionCache:
-  """The programs by function and options, dropped when it is collected.
+# The compiled forms by options, of each function, and of each method of an
+# object. One cache for all strategies: equal meshes share what is compiled.
+_by_function: weakref.WeakKeyDictionary[Any, dict[Any, CompiledForms]] = (
+  weakref.WeakKeyDictionary()
+)
+_by_method: dict[tuple[int, Any], dict[Any, CompiledForms]] = {}
+
+
+def compiled_forms(fn: Function, *options: Hashable) -> CompiledForms:
+  """Returns the compiled forms of a function, which are dropped with it.
 
   `jax.jit` keeps compiled programs in the same way: a function that was run
   once, and the arrays that it captured, are not kept alive.
@@ -174,31 +182,25 @@ class FunctionCache:
   Equal callables share an entry, which dies with the first of them. A bound
   method is a new object at each access, so its entry dies with the object that
   it is bound to.
+
+  Args:
+    fn: The function.
+    *options: The other arguments of `CompiledForms`.
   """
-
-  def __init__(self) -> None:
-    self._by_function: weakref.WeakKeyDictionary[
-      Any, dict[Hashable, CompiledForms]
-    ] = weakref.WeakKeyDictionary()
-    self._by_method: dict[tuple[int, Any], dict[Hashable, CompiledForms]] = {}
-
-  def get(self, fn: Function, *options: Hashable) -> CompiledForms:
-    """Returns the programs of a function, for arguments of `CompiledForms`."""
-    reference: Callable[[], Function | None] = weakref.ref(fn)
-    if isinstance(fn, types.MethodType):
-      reference = weakref.WeakMethod(fn)
-      # By identity, as bound methods compare: the object may not be hashable.
-      key = id(fn.__self__), fn.__func__
-      if key not in self._by_method:
-        # The number of a dead object may be given to a new one.
-        drop = weakref.finalize(fn.__self__, self._by_method.pop, key, None)
-        drop.atexit = False
-      programs = self._by_method.setdefault(key, {})
-    else:
-      programs = self._by_function.setdefault(fn, {})
-    if options not in programs:
-      programs[options] = CompiledForms(reference, *options)  # type: ignore
-    return programs[options]
+  reference: Callable[[], Function | None] = weakref.ref(fn)
+  if isinstance(fn, types.MethodType):
+    reference = weakref.WeakMethod(fn)
+    # By identity, as bound methods compare: the object may not be hashable.
+    key = id(fn.__self__), fn.__func__
+    if key not in _by_method:
+      # The number of a dead object may be given to a new one.
+      weakref.finalize(fn.__self__, _by_method.pop, key, None).atexit = False
+    programs = _by_method.setdefault(key, {})
+  else:
+    programs = _by_function.setdefault(fn, {})
+  if options not in programs:
+    programs[options] = CompiledForms(reference, *options)  # type: ignore
+  return programs[options]
 
 
 class CompiledFunction:

@@ -23,6 +23,8 @@ from flaxshard.strategy.same_state import Replication
 from flaxshard.strategy.same_state import SUMMED
 
 _MAX_LISTED = 8
+# The cause of a difference after which no primitive is to blame.
+_OWN = "a replica's own data"
 
 
 def check_results(
@@ -38,31 +40,19 @@ def check_results(
     ValueError: A result may differ; the message names its path, the primitives
       that make it differ, and the remedy.
   """
-  own_data, unknown = [], []
-  for path, found, wanted in results:
-    if found.is_same_within(wanted):
-      continue
-    where = trees.path_string(path)
-    if found.causes:
-      unknown.append(f"{where} ({', '.join(sorted(found.causes))})")
-    else:
-      own_data.append(where)
-  problems = [
-    f"{problem}: {_abbreviate(paths)}"
-    for problem, paths in (
-      ("follow from a replica's own data", own_data),
-      ("may differ after these primitives", unknown),
-    )
-    if paths
+  differing = [
+    f"{trees.path_string(path)} ({', '.join(sorted(found.causes)) or _OWN})"
+    for path, found, wanted in results
+    if not found.is_same_within(wanted)
   ]
-  if problems:
+  if differing:
     raise ValueError(
-      "run: a TrainState must come back the same from every replica, but "
-      f"these leaves {'; these '.join(problems)}. state.apply_gradients "
-      "averages gradients and the collections it is handed; otherwise use "
-      "get_replica_context().all_reduce('mean', ...). If you know that a "
-      "value is the same on all replicas, bit for bit, mark it with "
-      "get_replica_context().assume_replicated(...)."
+      "run: a TrainState must come back the same from every replica, but these "
+      f"leaves may differ, because of what is named: {_abbreviate(differing)}. "
+      "state.apply_gradients averages gradients and the collections it is "
+      "handed; otherwise use get_replica_context().all_reduce('mean', ...). If "
+      "you know that a value is the same on all replicas, bit for bit, mark it "
+      "with get_replica_context().assume_replicated(...)."
     )
 
 

@@ -188,7 +188,9 @@ class SameStateCheck:
     if name == "while":
       return self._while(params, given)
     if name == "scan":
-      return self._scan(params, given)
+      consts, carry, xs = jaxprs.split_scan(params, given)
+      step = lambda carry: self.run(params["jaxpr"], consts + carry + xs)
+      return self._loop(step, carry)
     if name == "name":
       return [self._named(params["name"], given[0])]
     if name in _INDEXED and any(x.marks & {KEY, NUMBER} for x in given[1:]):
@@ -209,28 +211,25 @@ class SameStateCheck:
       new = self.run(params["body_jaxpr"], body + carry)
       return [self._join([x, goes_on]) for x in new]
 
-    return self._fixed_point(step, given[first + second :])
+    return self._loop(step, given[first + second :])
 
-  def _scan(self, params: Any, given: list[Replication]) -> list[Replication]:
-    consts, carry, xs = jaxprs.split_scan(params, given)
-
-    def step(carry: list[Replication]) -> list[Replication]:
-      return self.run(params["jaxpr"], consts + carry + xs)
-
-    carry = self._fixed_point(lambda carry: step(carry)[: len(carry)], carry)
-    return carry + step(carry)[len(carry) :]
-
-  def _fixed_point(
+  def _loop(
     self,
     step: Callable[[list[Replication]], list[Replication]],
     carry: list[Replication],
   ) -> list[Replication]:
-    """Returns the facts of a loop's carry after any number of steps."""
+    """Returns the facts of a loop's results after any number of steps.
+
+    Args:
+      step: Takes the facts of the carry. It returns those of the new carry, and
+        then those of what the loop collects.
+      carry: The facts of the first carry.
+    """
     while True:
-      pairs = zip(carry, step(carry), strict=True)
-      new = list(map(self._join, pairs))
+      out = step(carry)
+      new = list(map(self._join, zip(carry, out, strict=False)))
       if new == carry:
-        return carry
+        return carry + out[len(carry) :]
       carry = new
 
   def _named(self, name: str, x: Replication) -> Replication:

@@ -570,8 +570,4 @@ class Strategy:
     loop: steps_loop.Loop | None = None,
   ) -> calls.CompiledForms:
     """Returns the compiled programs of a function."""
-    return _programs.get(fn, self.mesh, donate_argnums, self.waits, loop)
-
-
-# One cache for all strategies: equal meshes share what is compiled.
-_programs = calls.FunctionCache()
+    return calls.compiled_forms(fn, self.mesh, donate_argnums, self.waits, loop)
