@@ -15,16 +15,20 @@ from flaxshard.core import checks
 Lengths = tuple[int, int, int, int]
 
 
-def integers(argument: str, value: Any, ndim: int) -> np.ndarray:
-  """Returns coordinates as an int64 array of `ndim` dimensions, a copy.
+def in_mesh(
+  argument: str, value: Any, ndim: int, mesh_shape: Sequence[int]
+) -> np.ndarray:
+  """Returns coordinates as an int64 array, a copy.
 
   Args:
-    argument: Name of the argument, for error messages.
+    argument: Name of the argument that holds the coordinates, for errors.
     value: An array, or nested lists of integers, `[..., 4]`.
     ndim: The expected number of dimensions.
+    mesh_shape: Four lengths.
 
   Raises:
-    ValueError: The shape is wrong, or there are no coordinates.
+    ValueError: The shape is wrong, there are no coordinates, or some are
+      outside of the mesh.
     TypeError: An element is not an integer.
   """
   array = np.asarray(value)
@@ -38,6 +42,9 @@ def integers(argument: str, value: Any, ndim: int) -> np.ndarray:
     raise checks.ArgumentTypeError(
       f"{argument} must be integers, got {value!r}."
     )
+  outside = (array < 0) | (array >= np.array(mesh_shape))
+  condition = f"must be at least 0 and below the mesh's {list(mesh_shape)}"
+  raise_if_any(outside.any(axis=-1), argument, array, condition)
   return array.astype(np.int64)
 
 
@@ -100,36 +107,22 @@ def all_coordinates(shape: Sequence[int]) -> np.ndarray:
   return indices[[2, 1, 0, 3]].T
 
 
-def check_inside(
+def number_places(
   argument: str, coordinates: np.ndarray, mesh_shape: Sequence[int]
-) -> None:
-  """Raises a ValueError if any coordinates [..., 4] are outside of a mesh."""
-  outside = np.logical_or(coordinates < 0, coordinates >= np.array(mesh_shape))
-  condition = f"must be at least 0 and below the mesh's {list(mesh_shape)}"
-  raise_if_any(outside.any(axis=-1), argument, coordinates, condition)
-
-
-def place(
-  argument: str, value: Any, mesh_shape: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns coordinates in a mesh, and the number of those at each place.
+) -> np.ndarray:
+  """Returns the number of the coordinates at each place of a mesh.
 
   Args:
     argument: Name of the argument that holds the coordinates, for errors.
-    value: ints [n, m, 4]; they are numbered through n and m.
+    coordinates: ints [n, m, 4]; they are numbered through n and m.
     mesh_shape: Four lengths.
 
   Returns:
-    The coordinates, int32 [n, m, 4], read-only; and int32 of shape
-    `mesh_shape`, the number of the coordinates, or -1 where there are none.
+    int32 of shape `mesh_shape`; -1 where there are none.
 
   Raises:
-    ValueError: The shape is wrong, or coordinates are outside of the mesh or
-      appear twice.
-    TypeError: An element is not an integer.
+    ValueError: Coordinates appear twice.
   """
-  coordinates = integers(argument, value, 3)
-  check_inside(argument, coordinates, mesh_shape)
   numbers = np.arange(coordinates[..., 0].size).reshape(coordinates.shape[:2])
   places = tuple(np.moveaxis(coordinates, -1, 0))
   table = np.full(mesh_shape, -1, np.int32)
@@ -137,7 +130,7 @@ def place(
   # Of two numbers for the same place, the table keeps only the later one.
   condition = "must not be the place of another core"
   raise_if_any(table[places] != numbers, argument, coordinates, condition)
-  return read_only(coordinates, np.int32), table
+  return table
 
 
 def read_only(value: Any, dtype: Any) -> np.ndarray:

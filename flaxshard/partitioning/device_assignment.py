@@ -50,14 +50,14 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
   def __init__(
     self, topology: Topology, core_assignment: npt.ArrayLike
   ) -> None:
-    argument = "DeviceAssignment: core_assignment"
+    argument = "core_assignment"
     self.topology = topology
-    self.core_assignment, _ = coordinates_lib.place(
-      argument, core_assignment, topology.mesh_shape
-    )
     # [replicas, cores per replica]
-    self._device_numbers = topology.device_numbers(
-      self.core_assignment, argument
+    self._device_numbers = topology.device_numbers(argument, core_assignment, 3)
+    self.core_assignment = coordinates_lib.read_only(core_assignment, np.int32)
+    # No two cores may have the same place.
+    coordinates_lib.number_places(
+      argument, self.core_assignment, topology.mesh_shape
     )
 
   @classmethod

@@ -202,7 +202,8 @@ def assigned_devices(
     ValueError: There are fewer devices than the assignment needs.
   """
   topology = assignment.topology
-  numbers = topology.device_numbers(assignment.core_assignment)
+  cores = assignment.core_assignment
+  numbers = topology.device_numbers("core_assignment", cores, 3)
   if devices is None and topology.devices is not None:
     return topology.devices.ravel()[numbers]
   found = Topology.from_devices(devices)

@@ -66,19 +66,24 @@ class Topology:
     devices: Any = None,
     num_slices: int = 1,
   ) -> None:
-    shape = coordinates_lib.mesh_lengths("Topology: mesh_shape", mesh_shape)
-    num_slices = checks.integer("Topology: num_slices", num_slices, minimum=1)
+    shape = coordinates_lib.mesh_lengths("mesh_shape", mesh_shape)
+    num_slices = checks.integer("num_slices", num_slices, minimum=1)
     if shape[2] % num_slices:
       raise ValueError(
-        "Topology: mesh_shape[2] must be a multiple of num_slices="
-        f"{num_slices}, because slices are stacked along z, got {shape[2]}."
+        f"mesh_shape[2] must be a multiple of num_slices={num_slices}, because "
+        f"slices are stacked along z, got {shape[2]}."
       )
     if device_coordinates is None:
       device_coordinates = coordinates_lib.all_coordinates(shape)[None]
+    argument = "device_coordinates"
+    coordinates = coordinates_lib.in_mesh(
+      argument, device_coordinates, 3, shape
+    )
     self.mesh_shape = shape
-    # The numbers are [*mesh_shape], with -1 where there is no device.
-    self.device_coordinates, self._device_numbers = coordinates_lib.place(
-      "Topology: device_coordinates", device_coordinates, shape
+    self.device_coordinates = coordinates_lib.read_only(coordinates, np.int32)
+    # [*mesh_shape], with -1 where there is no device.
+    self._device_numbers = coordinates_lib.number_places(
+      argument, coordinates, shape
     )
     if devices is not None:
       devices = coordinates_lib.read_only(devices, object)
@@ -117,11 +122,44 @@ class Topology:
       >>> Topology.from_devices(jax.devices()[:1]).mesh_shape
       (1, 1, 1, 1)
     """
-    return cls(
-      *_read_topology(
-        compile_only.all_devices() if devices is None else devices, mesh_shape
-      )
+    # Sorting is stable: each process keeps the order of its devices.
+    listed = sorted(
+      compile_only.all_devices() if devices is None else devices,
+      key=lambda device: device.process_index,
     )
+    # NumPy would turn a list of sequence-like objects into a 2D array.
+    flat = np.empty(len(listed), object)
+    flat[:] = listed
+    # `np.unique` numbers the processes without gaps.
+    processes = [device.process_index for device in listed]
+    tasks = np.unique(processes, return_inverse=True)[1]
+    counts = np.bincount(tasks).tolist()
+    if len(set(counts)) != 1:
+      raise ValueError(
+        "devices must be equally many in all processes, at least one, got "
+        f"{counts}."
+      )
+    if mesh_shape is not None:
+      mesh_shape = coordinates_lib.mesh_lengths("mesh_shape", mesh_shape)
+    num_slices = 1
+    if all(map(is_tpu, flat)):
+      shape, coordinates, num_slices = _read_tpu_coordinates(flat)
+    else:
+      shape = mesh_shape or (counts[0], len(counts), 1, 1)
+      if math.prod(shape) != len(flat):
+        raise ValueError(
+          "the product of mesh_shape must be the number of devices, "
+          f"{len(flat)}, got {shape}."
+        )
+      coordinates = coordinates_lib.all_coordinates(shape)
+    if mesh_shape not in (None, shape):
+      raise ValueError(
+        f"mesh_shape must be the shape of the TPUs, {shape}, got {mesh_shape}."
+      )
+    x, y, z, core = coordinates.T
+    # The last key of lexsort is the primary one.
+    order = np.lexsort((core, x, y, z, tasks)).reshape(len(counts), -1)
+    return cls(shape, coordinates[order], flat[order], num_slices)
 
   @classmethod
   def named(cls, name: str, num_slices: int | None = None) -> Topology:
@@ -178,32 +216,33 @@ class Topology:
   # -- Lookups.
 
   def device_numbers(
-    self, coordinates: np.ndarray, argument: str = "coordinates"
+    self, argument: str, coordinates: npt.ArrayLike, ndim: int
   ) -> np.ndarray:
     """Returns the numbers of the devices at coordinates.
 
     Args:
-      coordinates: ints [..., 4].
       argument: Name of the coordinates, for error messages.
+      coordinates: ints [..., 4].
+      ndim: The number of their dimensions.
 
     Returns:
       int32 [...]: the number of a task times `num_tpus_per_task`, plus the
       number of the device within the task.
 
     Raises:
-      ValueError: Coordinates are outside of the mesh, or have no device.
+      ValueError: The shape is wrong, or coordinates are outside of the mesh or
+        have no device.
+      TypeError: They are not integers.
     """
-    coordinates_lib.check_inside(argument, coordinates, self.mesh_shape)
-    numbers = self._device_numbers[tuple(np.moveaxis(coordinates, -1, 0))]
+    at = coordinates_lib.in_mesh(argument, coordinates, ndim, self.mesh_shape)
+    numbers = self._device_numbers[tuple(np.moveaxis(at, -1, 0))]
     condition = "must be a place with a device"
-    coordinates_lib.raise_if_any(numbers < 0, argument, coordinates, condition)
+    coordinates_lib.raise_if_any(numbers < 0, argument, at, condition)
     return numbers
 
   def _task_and_device(self, coordinates: npt.ArrayLike) -> tuple[int, int]:
-    argument = "device_coordinates"
-    checked = coordinates_lib.integers(argument, coordinates, 1)
-    number = int(self.device_numbers(checked, argument))
-    return divmod(number, self.num_tpus_per_task)
+    number = self.device_numbers("device_coordinates", coordinates, 1)
+    return divmod(int(number), self.num_tpus_per_task)
 
   def task_ordinal_at_coordinates(
     self, device_coordinates: npt.ArrayLike
@@ -291,63 +330,8 @@ def is_tpu(device: Any) -> bool:
   return hasattr(device, "coords") and platform not in _NOT_TPU
 
 
-def _read_topology(
-  devices: Iterable[jax.Device], mesh_shape: Any
-) -> tuple[Lengths, np.ndarray, np.ndarray, int]:
-  """Reads the arguments of a `Topology` from devices.
-
-  Args:
-    devices: JAX devices.
-    mesh_shape: Four lengths, or None; see `Topology.from_devices`.
-
-  Returns:
-    The shape of the mesh, the coordinates [processes, devices per process, 4],
-    the devices [processes, devices per process], and the number of slices.
-  """
-  argument = "Topology.from_devices: devices"
-  listed = list(devices)
-  # NumPy would turn a list of sequence-like objects into a 2D array.
-  flat = np.empty(len(listed), object)
-  flat[:] = listed
-  # `np.unique` numbers the processes without gaps.
-  processes = [device.process_index for device in flat]
-  tasks = np.unique(processes, return_inverse=True)[1]
-  counts = np.bincount(tasks).tolist()
-  if len(set(counts)) != 1:
-    raise ValueError(
-      f"{argument} must be equally many in all processes, at least one, got "
-      f"{counts}."
-    )
-  if mesh_shape is not None:
-    mesh_shape = coordinates_lib.mesh_lengths(
-      "Topology.from_devices: mesh_shape", mesh_shape
-    )
-  num_slices = 1
-  if all(map(is_tpu, flat)):
-    shape, coordinates, num_slices = _read_tpu_coordinates(argument, flat)
-  else:
-    shape = mesh_shape or (counts[0], len(counts), 1, 1)
-    if math.prod(shape) != len(flat):
-      raise ValueError(
-        "Topology.from_devices: the product of mesh_shape must be the number "
-        f"of devices, {len(flat)}, got {shape}."
-      )
-    coordinates = np.empty((len(flat), 4), np.int64)
-    by_task = np.argsort(tasks, kind="stable")
-    coordinates[by_task] = coordinates_lib.all_coordinates(shape)
-  if mesh_shape not in (None, shape):
-    raise ValueError(
-      "Topology.from_devices: mesh_shape must be the shape of the TPUs, "
-      f"{shape}, got {mesh_shape}."
-    )
-  x, y, z, core = coordinates.T
-  # The last key of lexsort is the primary one.
-  order = np.lexsort((core, x, y, z, tasks)).reshape(len(counts), -1)
-  return shape, coordinates[order], flat[order], num_slices
-
-
 def _read_tpu_coordinates(
-  argument: str, devices: np.ndarray
+  devices: np.ndarray,
 ) -> tuple[Lengths, np.ndarray, int]:
   """Returns the mesh of TPUs, each one's coordinates, the number of slices."""
   coordinates = np.array(
@@ -364,7 +348,7 @@ def _read_tpu_coordinates(
     shapes.append((coordinates[in_slice].max(axis=0) + 1).tolist())
   if any(shape != shapes[0] for shape in shapes):
     raise ValueError(
-      f"{argument} must be slices of equal shape, got the shapes {shapes}."
+      f"devices must be slices of equal shape, got the shapes {shapes}."
     )
   x, y, z, cores = shapes[0]
   coordinates[:, 2] += z * slices
