@@ -1,6 +1,5 @@
 """Device assignments: TensorFlow's layouts, rings, lookups and errors."""
 
-import itertools
 import json
 import pathlib
 
@@ -9,11 +8,8 @@ import pytest
 
 import flaxshard as fs
 
-GOLDEN = json.loads(
-  (
-    pathlib.Path(__file__).parents[1] / "testdata/device_assignment.json"
-  ).read_text()
-)
+DATA = pathlib.Path(__file__).parents[1] / "testdata"
+GOLDEN = json.loads((DATA / "device_assignment.json").read_text())
 ORIGIN = [0, 0, 0, 0]
 
 
@@ -23,52 +19,38 @@ def topology_in_blocks(mesh_shape, host_block):
   Blocks and chips are numbered with x fastest, the cores of a chip innermost.
   """
 
-  def all_positions(shape):
-    return [c[::-1] for c in itertools.product(*map(range, shape[::-1]))]
-
+  # `np.indices` varies its last axis fastest.
   blocks = [n // m for n, m in zip(mesh_shape, host_block, strict=False)]
-  tasks = [
-    [
-      [b * m + c for b, m, c in zip(block, host_block, chip, strict=True)]
-      + [core]
-      for chip in all_positions(host_block)
-      for core in range(mesh_shape[3])
-    ]
-    for block in all_positions(blocks)
-  ]
-  return fs.Topology(mesh_shape, tasks)
-
-
-def build(topology, case, mode=None):
-  return fs.DeviceAssignment.build(
-    topology,
-    computation_shape=case["computation_shape"],
-    computation_stride=case["computation_stride"],
-    num_replicas=case["num_replicas"],
-    device_order_mode=mode or case["device_order_mode"],
-  )
+  sizes = (*blocks[::-1], *host_block[::-1], mesh_shape[3])
+  block_z, block_y, block_x, z, y, x, core = np.indices(sizes)
+  x += block_x * host_block[0]
+  y += block_y * host_block[1]
+  z += block_z * host_block[2]
+  places = np.stack([x, y, z, core], -1)
+  return fs.Topology(mesh_shape, places.reshape(np.prod(blocks), -1, 4))
 
 
 @pytest.mark.filterwarnings("ignore:.*odd side")
 @pytest.mark.parametrize("case", GOLDEN["cases"])
 def test_assignment_agrees_with_tensorflow(case):
   topology = topology_in_blocks(case["mesh_shape"], case["host_block"])
+  names = "computation_shape computation_stride num_replicas device_order_mode"
+  arguments = {name: case[name] for name in names.split()}
   if "error" in case:
     with pytest.raises(ValueError, match=r"device_order_mode .* got 'ring'"):
-      build(topology, case)
+      fs.DeviceAssignment.build(topology, **arguments)
     return
-  assignment = build(topology, case)
+  assignment = fs.DeviceAssignment.build(topology, **arguments)
   assert assignment.core_assignment.tolist() == case["core_assignment"]
   assert assignment.core_assignment.dtype == np.int32
-  replicas = range(min(assignment.num_replicas, 8))
   last = assignment.num_cores_per_replica - 1
   # The first core's host and ordinal and the last core's device of up to
   # eight replicas are recorded.
-  assert [assignment.host_device(r) for r in replicas] == case["host_device"]
-  assert [assignment.tpu_ordinal(r) for r in replicas] == case["tpu_ordinal"]
-  assert [assignment.tpu_device(r, last) for r in replicas] == (
-    case["tpu_device"]
-  )
+  replicas = range(min(assignment.num_replicas, 8))
+  for replica in replicas:
+    assert assignment.host_device(replica) == case["host_device"][replica]
+    assert assignment.tpu_ordinal(replica) == case["tpu_ordinal"][replica]
+    assert assignment.tpu_device(replica, last) == case["tpu_device"][replica]
 
 
 # -- Layouts, by hand.
@@ -104,21 +86,15 @@ def test_rings_are_closed_and_visit_every_chip(sides):
 
 
 def test_odd_side_has_no_ring_and_warns():
-  topology = fs.Topology((4, 3, 1, 1))
+  build = fs.DeviceAssignment.build
+  topology, shape = fs.Topology((4, 3, 1, 1)), (4, 3, 1, 1)
   with pytest.warns(UserWarning, match=r"odd side .*\(4, 3, 1\) chips"):
-    asked = fs.DeviceAssignment.build(
-      topology, (4, 3, 1, 1), device_order_mode="ring"
-    )
-  assert asked.core_assignment[0, 2:6, :2].tolist() == [
-    [2, 0],
-    [3, 0],
-    [0, 1],
-    [1, 1],
-  ]
-  auto = fs.DeviceAssignment.build(topology, (4, 3, 1, 1))
-  np.testing.assert_array_equal(asked.core_assignment, auto.core_assignment)
+    asked = build(topology, shape, device_order_mode="ring")
+  # As TensorFlow orders it.
+  auto = build(topology, shape).core_assignment
+  np.testing.assert_array_equal(asked.core_assignment, auto)
   # A line is a ring that the torus closes.
-  line = fs.DeviceAssignment.build(
+  line = build(
     fs.Topology((1, 3, 1, 1)), (1, 3, 1, 1), device_order_mode="ring"
   )
   assert line.core_assignment[0, :, 1].tolist() == [0, 1, 2]

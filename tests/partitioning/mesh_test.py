@@ -1,7 +1,6 @@
 """The mesh of a strategy: its axes, and the order of its devices."""
 
 import dataclasses
-import itertools
 
 import jax
 import numpy as np
@@ -34,7 +33,7 @@ def ids(grid):
 
 def by_hand(num_tasks=1):
   """Two replicas of two cores each, crosswise over a mesh of eight."""
-  places = np.array(list(itertools.product(range(2), range(2), [0], range(2))))
+  places = np.moveaxis(np.indices(MESH_SHAPE), 0, -1)
   topology = fs.Topology(MESH_SHAPE, places.reshape(num_tasks, -1, 4))
   cores = [[[0, 0, 0, 1], [1, 1, 0, 0]], [[0, 1, 0, 1], [1, 0, 0, 0]]]
   return fs.DeviceAssignment(topology, cores)
