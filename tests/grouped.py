@@ -83,13 +83,6 @@ def trained(params, batches, tx):
   return params
 
 
-def assert_close(a, b, rtol=1e-5):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6), a, b
-  )
-
-
 def collectives(compiled, strategy):
   """The kind, the bytes, and the size of the groups of each collective."""
   return [

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 from optax import contrib
 import pytest
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -40,13 +42,6 @@ def create(tx, semantics="lazy", sparse=("table",), params=None, **kwargs):
   if sparse:
     kwargs |= {"sparse": sparse, "sparse_semantics": semantics}
   return fs.TrainState.create(apply_fn=None, params=params, tx=tx, **kwargs)
-
-
-def assert_close(new, wanted, rtol=2e-5):
-  assert jax.tree.structure(new) == jax.tree.structure(wanted)
-  for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(wanted), strict=True):
-    assert x.dtype == y.dtype
-    np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6 if rtol else 0)
 
 
 def apply(state, batches=None):
@@ -166,7 +161,7 @@ def test_lazy_equals_whole_gradients_in_the_rows_that_a_step_uses(name):
     state = create(OPTIMIZERS[name][0])
   wanted = run_dense(name, True)
   for new, want in zip(apply(state), wanted, strict=True):
-    assert_close(new, want)
+    assert_trees_close(new, want, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -182,7 +177,7 @@ def test_tf_equals_whole_gradients_or_lazy(name):
     assert len(messages) == 1 and kind in messages[0] and "table" in messages[0]
   wanted = run_dense(name, kind == "rows")
   for new, want in zip(apply(state), wanted, strict=True):
-    assert_close(new, want)
+    assert_trees_close(new, want, rtol=2e-5)
 
 
 @pytest.mark.slow
@@ -195,7 +190,7 @@ def test_other_optimizers_get_whole_gradients_and_a_warning(name):
   dense = create(WHOLE[name], sparse=())
   new = apply(state, BATCHES[:2])[-1]
   want = apply(dense, map(fs.sparse.to_dense, BATCHES[:2]))[-1]
-  assert_close(new[0], want[0])
+  assert_trees_close(new[0], want[0], rtol=2e-5)
 
 
 @pytest.mark.slow
@@ -203,7 +198,7 @@ def test_tf_equals_whole_gradients_with_adam_bit_for_bit():
   tx = optax.adam(DECAY)
   new = apply(create(tx, "tf"))
   want = apply(create(tx, sparse=()), map(fs.sparse.to_dense, BATCHES))
-  assert_close(new, want, rtol=0)
+  assert_trees_equal(new, want)
 
 
 def test_extra_argument_grad_has_the_rows_of_the_updates():
@@ -251,18 +246,18 @@ def test_gradients_of_a_table_that_are_no_rows():
   # An array is an ordinary update.
   grads = jax.tree.map(jnp.ones_like, PARAMS)
   new, want = (x.apply_gradients(grads=grads) for x in (state, dense))
-  assert_close(new.params, want.params, rtol=0)
+  assert_trees_equal(new.params, want.params)
   # A table without a gradient, or with padding alone, stays.
   for none in (None, create_grads([-1, ROWS, ROWS + 7])["table"]):
     new = state.apply_gradients(grads=grads | {"table": none})
-    assert_close(new.params["table"], state.params["table"], rtol=0)
+    assert_trees_equal(new.params["table"], state.params["table"])
     assert not np.any(new.opt_state[0].mu["table"])
     assert not np.array_equal(new.params["bias"], state.params["bias"])
   # Rows for an optimizer of whole arrays become one.
   with pytest.warns(UserWarning, match=r"table.*sparse=\["):
     new = dense.apply_gradients(grads=BATCHES[0])
   want = dense.apply_gradients(grads=fs.sparse.to_dense(BATCHES[0]))
-  assert_close(new.params, want.params, rtol=0)
+  assert_trees_equal(new.params, want.params)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +275,7 @@ def test_narrow_parameters_are_updated_as_whole_arrays_are(dtype, grad_dtype):
   assert new.params["table"].dtype == dtype
   dense = {**grads, "table": grads["table"].to_dense()}
   plain = create(tx, sparse=(), params=params).apply_gradients(grads=dense)
-  assert_close(new.params["table"], plain.params["table"], rtol=0)
+  assert_trees_equal(new.params["table"], plain.params["table"])
 
 
 @pytest.mark.slow
@@ -295,8 +290,8 @@ def test_checkpoint_is_that_of_a_dense_run(tmp_path, saved, wanted):
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(2, state)
     restored = checkpointer.restore(create(tx, sparse=wanted))
-  assert_close(restored.params, state.params, rtol=0)
-  assert_close(restored.opt_state, state.opt_state, rtol=0)
+  assert_trees_equal(restored.params, state.params)
+  assert_trees_equal(restored.opt_state, state.opt_state)
 
 
 ROWS_OF_T = fs.sparse_rows(optax.sgd(1.0), ["t"])

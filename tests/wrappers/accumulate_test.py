@@ -51,9 +51,9 @@ def create(wrappers=(), tx=None, **kwargs):
   )
 
 
-def assert_close(a, b, rtol=2e-6):
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-7)
+assert_close = functools.partial(
+  tree_equality.assert_trees_close, rtol=2e-6, atol=1e-7
+)
 
 
 def test_update_equals_that_of_one_large_batch():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tree_equality
 
 import flaxshard as fs
 
@@ -67,7 +68,7 @@ def test_skip_gradients_aggregation_reduces_nothing(strategy) -> None:
     grouped.train_step,
     args=(grouped.create(strategy, fs.CrossShard("mean")), x),
   )
-  grouped.assert_close(new.params, wanted.params)
+  tree_equality.assert_trees_close(new.params, wanted.params)
 
 
 def test_one_replica_is_not_reduced() -> None:
@@ -75,7 +76,7 @@ def test_one_replica_is_not_reduced() -> None:
   for groups in (None, ((0,),)):
     state = grouped.create(strategy, fs.CrossShard("sum", groups))
     new, _ = strategy.run(grouped.train_step, args=(state, grouped.X))
-    grouped.assert_close(
+    tree_equality.assert_trees_close(
       new.params,
       grouped.trained(grouped.make_params(), [grouped.X], optax.sgd(1.0)),
     )
@@ -92,7 +93,7 @@ def test_outside_run_warns_and_does_not_reduce() -> None:
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     step(new, grouped.X)  # compiled: nothing is said again
-  grouped.assert_close(
+  tree_equality.assert_trees_close(
     new.params,
     grouped.trained(grouped.make_params(), [grouped.X], optax.sgd(1.0)),
   )
@@ -193,7 +194,7 @@ def test_overflow_on_one_replica_skips_on_all(
   new, _ = step(new, good)
   wanted, _ = step(bare, good)
   for key in new.params:
-    grouped.assert_close(
+    tree_equality.assert_trees_close(
       grouped.on_each(new.params[key]), grouped.on_each(wanted.params[key])
     )
 
