@@ -25,10 +25,10 @@ def loss_fn(params, x=X):
   return jnp.mean((hidden @ head["kernel"] + head["bias"]) ** 2)
 
 
-def create(tx, wrappers=()):
+def create(tx, wrappers=(), strategy=None):
   params = jax.tree.map(jnp.copy, PARAMS)
   return fs.TrainState.create(
-    apply_fn=None, params=params, tx=tx, wrappers=wrappers
+    apply_fn=None, params=params, tx=tx, wrappers=wrappers, strategy=strategy
   )
 
 
@@ -85,12 +85,7 @@ def test_scaling_factors_of_fp8_layers_are_not_frozen():
 
 def test_replicas_do_not_exchange_the_gradients_of_frozen_parameters():
   strategy = fs.Strategy()
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params=PARAMS,
-    tx=fs.freeze(optax.sgd(0.1), ["encoder"]),
-    strategy=strategy,
-  )
+  state = create(fs.freeze(optax.sgd(0.1), ["encoder"]), strategy=strategy)
   n = strategy.num_replicas_in_sync
   batch = strategy.shard_batch(np.ones((2 * n, 4), np.float32))
 

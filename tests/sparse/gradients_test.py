@@ -307,10 +307,11 @@ class Model(nn.Module):
 
 
 def create_state(model, patterns=("embed",), wrappers=()):
-  return fs.TrainState.create(
-    apply_fn=model.apply,
-    params=model.init(jax.random.key(0), MODEL_IDS)["params"],
-    tx=optax.sgd(0.1),
+  return fs.create_train_state(
+    model,
+    jax.random.key(0),
+    MODEL_IDS,
+    optax.sgd(0.1),
     sparse=patterns,
     wrappers=wrappers,
   )

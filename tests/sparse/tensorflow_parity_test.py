@@ -142,11 +142,13 @@ REPEATED = {
 }
 
 
-def create(api, name, **arguments):
+def create(tx, semantics="tf", params=None, **arguments):
   return fs.TrainState.create(
     apply_fn=None,
-    params={"table": jnp.array(TABLE)},
-    tx=COUNTERPARTS[api][name](),
+    params=params or {"table": jnp.array(TABLE)},
+    tx=tx,
+    sparse=["table"],
+    sparse_semantics=semantics,
     **arguments,
   )
 
@@ -207,28 +209,22 @@ def assert_steps(
 def test_rows(api, name):
   semantics = SEMANTICS.get((api, name), "tf")
   grads = [gradient(step) for step in range(len(RATES))]
-  state = create(api, name, sparse=["table"], sparse_semantics=semantics)
+  state = create(COUNTERPARTS[api][name](), semantics)
   assert_steps(FIGURES[api][name]["sparse"], name, state, grads)
 
 
 # Jitted: all rows move, and the parameters are used.
 @pytest.mark.parametrize("name", ["Adam", "Ftrl l1 l2"])
 def test_rows_jitted(name):
-  api = "tf.compat.v1.train"
-  state = create(api, name, sparse=["table"], sparse_semantics="tf")
+  state = create(TRAIN[name]())
   grads = [gradient(step) for step in range(len(RATES))]
-  figures = FIGURES[api][name]["sparse"]
+  figures = FIGURES["tf.compat.v1.train"][name]["sparse"]
   assert_steps(figures, name, state, grads, jax.jit(apply_gradients))
 
 
 def test_lazy_is_lazy_adam():
   """As `LazyAdam` of TensorFlow Addons 0.20: moments of used rows decay."""
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"table": jnp.array(TABLE)},
-    tx=adam(1e-8),
-    sparse=["table"],
-  )
+  state = create(adam(1e-8), "lazy")
   # In float64.
   w = TABLE.astype(np.float64)
   m, v = np.zeros_like(w), np.zeros_like(w)
@@ -270,11 +266,9 @@ def test_clip_by_global_norm_takes_the_norm_of_summed_rows():
   np.testing.assert_allclose(
     facts["clipped_values"], values * 0.5 / tf_norm, rtol=1e-6
   )
-  state = fs.TrainState.create(
-    apply_fn=None,
+  state = create(
+    optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0)),
     params={"table": jnp.zeros(TABLE.shape), "bias": jnp.zeros(2)},
-    tx=optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0)),
-    sparse=["table"],
   )
   params = state.apply_gradients(grads=grads).params
   factor = -0.5 / norm
@@ -306,7 +300,7 @@ def lookup_and_sum(t):
 
 def test_gradients_of_lookups():
   """They are TensorFlow's rows; dense if the table is also used whole."""
-  state = create("tf.compat.v1.train", "GradientDescent", sparse=["table"])
+  state = create(TRAIN["GradientDescent"]())
   losses = (gather, embedding_lookup, two_lookups, lookup_and_sum)
 
   @jax.jit
@@ -331,15 +325,9 @@ def test_gradients_of_lookups():
 def test_dynamic_loss_scale():
   """A row overflows in the third of five steps."""
   figures = FIGURES["loss_scale"]
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"table": jnp.array(TABLE)},
-    tx=keras_momentum(learning_rate=0.1),
-    wrappers=[
-      fs.LossScale(fs.DynamicLossScale(initial_scale=16.0, growth_interval=2))
-    ],
-    sparse=["table"],
-    sparse_semantics="tf",
+  scale = fs.DynamicLossScale(initial_scale=16.0, growth_interval=2)
+  state = create(
+    keras_momentum(learning_rate=0.1), wrappers=[fs.LossScale(scale)]
   )
 
   @jax.jit

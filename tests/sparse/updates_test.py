@@ -3,7 +3,6 @@
 import functools
 import warnings
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,20 +223,6 @@ def test_value_of_the_loss_reaches_an_optimizer_of_rows():
   new, _ = state.minimize(lambda p: p["table"][jnp.array([1])].sum())
   change = np.array(new.params["table"] != state.params["table"])
   assert np.flatnonzero(change.any(1)).tolist() == [1]
-
-
-def test_create_train_state_with_an_embedding():
-  model = nn.Sequential([nn.Embed(ROWS, COLUMNS), nn.Dense(2)])
-  ids = jnp.array([1, 4])
-  state = fs.create_train_state(
-    model, jax.random.key(0), ids, optax.sgd(1.0), sparse=["embedding"]
-  )
-  grads = jax.tree.map(lambda p: None, state.params)
-  rows = fs.IndexedSlices(ids, jnp.ones((2, COLUMNS)), SHAPE)
-  grads["layers_0"]["embedding"] = rows
-  new = state.apply_gradients(grads=grads)
-  before, after = (x.params["layers_0"]["embedding"] for x in (state, new))
-  np.testing.assert_allclose(before - after, rows.to_dense(), atol=1e-6)
 
 
 def test_gradients_of_a_table_that_are_no_rows():

@@ -41,11 +41,11 @@ def batch(*indices):
   }
 
 
-def create(wrappers=(), tx=None, **kwargs):
+def create(wrappers=(), tx=TX, params=PARAMS, **kwargs):
   return fs.TrainState.create(
     apply_fn=None,
-    params=jax.tree.map(jnp.array, PARAMS),
-    tx=tx or TX,
+    params=jax.tree.map(jnp.asarray, params),
+    tx=tx,
     wrappers=wrappers,
     **kwargs,
   )
@@ -123,12 +123,7 @@ def test_a_sum_of_more_batches_than_steps_is_divided_by_their_number():
 
 def test_sums_of_half_precision_gradients_are_float32():
   params = {"w": jnp.zeros(2, jnp.bfloat16)}
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=optax.sgd(1.0),
-    wrappers=[fs.Accumulate(256)],
-  )
+  state = create([fs.Accumulate(256)], optax.sgd(1.0), params)
   assert state.wrapper_states["accumulate"].grads["w"].dtype == jnp.float32
   step = jax.jit(
     lambda state: state.apply_gradients(grads={"w": params["w"] + 1})
@@ -183,13 +178,8 @@ def test_sums_are_sharded_like_the_parameters():
   strategy = fs.Strategy()
   sharding = jax.sharding.NamedSharding(strategy.mesh, jax.P("replica"))
   params = {"w1": jax.device_put(PARAMS["w1"], sharding)}
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=optax.sgd(0.1),
-    wrappers=[fs.Accumulate(2), fs.EMA()],
-    strategy=strategy,
-  )
+  wrappers = [fs.Accumulate(2), fs.EMA()]
+  state = create(wrappers, params=params, strategy=strategy)
   for tree in (
     state.wrapper_states["accumulate"].grads,
     state.wrapper_states["ema"].params,
