@@ -46,24 +46,21 @@ def assert_batches_equal(given, wanted):
 # Training.
 
 
-def test_the_order_depends_on_the_seed_alone():
-  splits = make_splits(100)
+# 5 does not divide 12: batches cross the end of an epoch.
+@pytest.mark.parametrize("batch_size", [5, 12])
+def test_each_epoch_has_every_example_once_in_an_order_of_the_seed(batch_size):
   first, again, other = (
-    take(data.train_iterator(splits, batch_size=8, seed=seed), 30)
+    take(
+      data.train_iterator(make_splits(12), batch_size=batch_size, seed=seed),
+      120 // batch_size,
+    )
     for seed in (3, 3, 4)
   )
   assert_batches_equal(first, again)
   assert labels(first) != labels(other)
   for batch in first:
     np.testing.assert_array_equal(batch["inputs"][:, 0], batch["labels"] * 0.5)
-
-
-# 5 does not divide 12: batches cross the end of an epoch.
-@pytest.mark.parametrize("batch_size", [5, 12])
-def test_each_epoch_has_every_example_once_in_a_new_order(batch_size):
-  iterator = data.train_iterator(make_splits(12), batch_size=batch_size, seed=0)
-  drawn = labels(take(iterator, 120 // batch_size))
-  epochs = [tuple(drawn[i : i + 12]) for i in range(0, 120, 12)]
+  epochs = [tuple(labels(first)[i : i + 12]) for i in range(0, 120, 12)]
   for epoch in epochs:
     assert sorted(epoch) == list(range(12))
   assert len(set(epochs)) == 10
@@ -96,29 +93,26 @@ def test_a_restored_state_continues_at_the_exact_position(prefetch):
 @pytest.mark.parametrize(
   "shares",
   [
-    [{"rows": [2 * i, 2 * i + 1]} for i in range(4)],
-    [{"rows": [0, 1, 4, 5]}, {"rows": np.array([2, 3, 6, 7])}],
-    [{"rows": range(3)}, {"rows": range(3, 8)}],
+    [[2 * i, 2 * i + 1] for i in range(4)],
+    [[0, 1, 4, 5], np.array([2, 3, 6, 7])],
+    [range(3), range(3, 8)],
   ],
 )
 def test_processes_read_the_rows_of_one_process(shares):
   # 15 examples: batches cross the end of an epoch.
   splits = make_splits(15, num_eval=10, augment=jitter)
-  order = np.argsort(np.concatenate([share["rows"] for share in shares]))
+  order = np.argsort(np.concatenate(shares))
 
-  def train(**share):
-    return take(data.train_iterator(splits, batch_size=8, seed=2, **share), 5)
+  def read(rows=None):
+    options = {"batch_size": 8, "rows": rows}
+    train = take(data.train_iterator(splits, seed=2, **options), 5)
+    return train + list(data.eval_batches(splits, **options))
 
-  def evaluate(**share):
-    return list(data.eval_batches(splits, batch_size=8, **share))
-
-  for read in (train, evaluate):
-    parts = [read(**share) for share in shares]
-    joined = [
-      {k: np.concatenate([b[k] for b in batches])[order] for k in batches[0]}
-      for batches in zip(*parts, strict=True)
-    ]
-    assert_batches_equal(joined, read())
+  joined = [
+    {k: np.concatenate([b[k] for b in batches])[order] for k in batches[0]}
+    for batches in zip(*map(read, shares), strict=True)
+  ]
+  assert_batches_equal(joined, read())
 
 
 def test_augmentation_is_seeded_per_example_and_epoch():
