@@ -45,7 +45,7 @@ _NAMES = {
   rf"float \| ~jax\S+Array \| {_SCHEDULE}": "~optax.ScalarOrSchedule",
   _SCHEDULE: "~optax.Schedule",
   rf"{_SCALAR} \| .*?Mapping\[\S+ ArrayTree\]": "~optax.OptState",
-  "~flaxshard.state.sharding.HasMesh": "~flaxshard.Strategy",
+  "~flaxshard.state.fields.HasMesh": "~flaxshard.Strategy",
   # The fields that Linen adds to each module.
   r", parent: [^=]*= <.*?>, name: [^=]*= None": "",
   r"<factory>|<object object>|[\w.]*MISSING\b": "...",

@@ -21,7 +21,6 @@ from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import nnx_adapter
-from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -90,7 +89,7 @@ class Optimizer(nnx.Optimizer[M]):
     *,
     wrt: Any,
     wrappers: Sequence[base.Base] = (),
-    strategy: sharding_lib.HasMesh | None = None,
+    strategy: fields_lib.HasMesh | None = None,
     rules: rules_lib.Rules = None,
     graph: bool | None = None,
   ):
@@ -124,8 +123,8 @@ class Optimizer(nnx.Optimizer[M]):
       raise ValueError(
         f"wrt={wrt!r} selects no variable of {type(model).__name__}."
       )
-    mesh = sharding_lib.mesh_of(strategy, rules)
-    num_replicas = sharding_lib.num_replicas(mesh)
+    mesh = fields_lib.mesh_of(strategy, rules)
+    num_replicas = fields_lib.num_replicas(mesh)
     _check_wrappers(wrappers, num_replicas)
     param_specs = None
     if mesh is not None:

@@ -16,7 +16,6 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import nnx_adapter
-from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 
 PyTree = Any
@@ -165,7 +164,7 @@ def place_optimizer(
   specs = (
     jax.P(),
     opt_state_lib.specs(opt_state, params, param_specs),
-    sharding_lib.wrapper_specs(
+    fields_lib.wrapper_specs(
       optimizer.wrappers, states, params, param_specs, mesh
     ),
   )

@@ -18,7 +18,6 @@ from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
-from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -34,7 +33,7 @@ def create_train_state(
   tx: optax.GradientTransformation,
   *,
   wrappers: Sequence[base.Base] = (),
-  strategy: sharding_lib.HasMesh | None = None,
+  strategy: fields_lib.HasMesh | None = None,
   rules: rules_lib.Rules = None,
   strict: bool = True,
   abstract: bool = False,
@@ -109,7 +108,7 @@ def create_train_state(
     (3, 2)
   """
   wrappers = stack.check(wrappers)
-  mesh = sharding_lib.mesh_of(strategy, rules)
+  mesh = fields_lib.mesh_of(strategy, rules)
   if init_kwargs and not isinstance(model, nn.Module):
     # Otherwise a misspelt argument, such as `wrapers`, would be lost.
     raise TypeError(
@@ -158,7 +157,7 @@ def create_train_state(
   def create_fields(*args: Any) -> dict[str, PyTree]:
     given = init.initialize(*args)
     computed = fields_lib.computed(
-      state.tx, state.wrappers, given, sharding_lib.num_replicas(mesh)
+      state.tx, state.wrappers, given, fields_lib.num_replicas(mesh)
     )
     # The train step donates the state, so no two outputs may share a buffer.
     return trees.unshare_buffers({**given, **computed})
@@ -167,7 +166,7 @@ def create_train_state(
   args, shardings = init.args, None
   if mesh is not None:
     # jit refuses arguments that are committed to other devices.
-    places = sharding_lib.shardings_of(init.arg_specs, mesh)
+    places = fields_lib.shardings_of(init.arg_specs, mesh)
     args = jax.tree.map(mesh_lib.put, args, places)
     # Each device computes its own part of the initial values only.
     shardings = jax.tree.map(
@@ -190,7 +189,7 @@ def reinitialize(
   """
   sharding: Any = jax.tree.leaves(state.params)[0].sharding
   is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
-  fields = sharding_lib.complete_fields(
+  fields = fields_lib.complete_fields(
     state.tx,
     state.wrappers,
     {**fields_lib.variables(state), **replaced},

@@ -1,19 +1,32 @@
-"""Fields of train states, and subclasses with further fields."""
+"""Fields of train states: their names, classes, first values and shardings.
+
+On the mesh of a strategy parameters and collections have given specs. Optimizer
+slots have the specs of their parameters. Wrapper states have the specs that
+their wrapper asks for. Everything else is replicated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 import dataclasses
 import functools
 import types
-from typing import Any
+from typing import Any, Protocol
 
 from flax import struct
+import jax
 import jax.numpy as jnp
 
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import rules as rules_lib
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
+
+PyTree = Any
 
 # Array fields that are no variables of the model.
 _TRAINING_FIELDS = ("step", "opt_state", "wrapper_states")
@@ -52,30 +65,7 @@ def collections(state: Any) -> dict[str, Any]:
   return {k: v for k, v in variables(state).items() if k != "params"}
 
 
-def computed(
-  tx: Any,
-  wrappers: tuple[base.Base, ...],
-  given: Mapping[str, Any],
-  num_replicas: int = 1,
-) -> dict[str, Any]:
-  """Returns the other fields of a state at step 0.
-
-  Args:
-    tx: The optax optimizer.
-    wrappers: The wrappers.
-    given: `params` and the collections, by field name.
-    num_replicas: Length of the replica axis of the per-replica leaves.
-  """
-  params, step = given["params"], jnp.zeros((), jnp.int32)
-  opt_state = opt_state_lib.init(tx, params)
-  if not wrappers:
-    return dict(step=step, opt_state=opt_state)
-  others = {name: x for name, x in given.items() if name != "params"}
-  return dict(
-    step=step,
-    opt_state=opt_state,
-    wrapper_states=stack.init(wrappers, params, tx, others, num_replicas),
-  )
+# -- Classes.
 
 
 def extend(cls: Any, names: Iterable[str]) -> Any:
@@ -129,3 +119,202 @@ def plain_state(state: Any) -> Any:
     if name not in ("wrappers", "wrapper_states")
   }
   return rebuild(state._base_class or type(state), kept)
+
+
+# -- First values, and their places.
+
+
+class HasMesh(Protocol):
+  """The part of a `Strategy` that this package uses: its mesh."""
+
+  @property
+  def mesh(self) -> jax.sharding.Mesh:
+    """The mesh of all devices, with the axis `"replica"` first."""
+    ...
+
+
+def mesh_of(
+  strategy: HasMesh | None, rules: rules_lib.Rules = None
+) -> jax.sharding.Mesh | None:
+  """Returns the mesh of a strategy; None without one.
+
+  Args:
+    strategy: The argument of a creation.
+    rules: The rules that need its mesh; an empty sequence needs none.
+
+  Raises:
+    TypeError: `strategy` is not a strategy.
+    ValueError: There are rules and no strategy.
+  """
+  if strategy is None:
+    if rules not in (None, (), []):
+      raise ValueError(
+        f"rules={rules!r} need a strategy, whose mesh they split parameters "
+        "over; got strategy=None."
+      )
+    return None
+  mesh = getattr(strategy, "mesh", None)
+  if isinstance(mesh, jax.sharding.Mesh):
+    return mesh
+  raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}.")
+
+
+def num_replicas(mesh: jax.sharding.Mesh | None) -> int:
+  """Returns the number of replicas of a mesh; 1 without a mesh."""
+  return 1 if mesh is None else mesh.shape[mesh_lib.REPLICA]
+
+
+def shardings_of(specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+  """Returns the NamedSharding on the mesh for each PartitionSpec of a tree."""
+  return jax.tree.map(lambda s: jax.sharding.NamedSharding(mesh, s), specs)
+
+
+def computed(
+  tx: Any,
+  wrappers: tuple[base.Base, ...],
+  given: Mapping[str, Any],
+  num_replicas: int = 1,
+) -> dict[str, Any]:
+  """Returns the other fields of a state at step 0.
+
+  Args:
+    tx: The optax optimizer.
+    wrappers: The wrappers.
+    given: `params` and the collections, by field name.
+    num_replicas: Length of the replica axis of the per-replica leaves.
+  """
+  params, step = given["params"], jnp.zeros((), jnp.int32)
+  opt_state = opt_state_lib.init(tx, params)
+  if not wrappers:
+    return dict(step=step, opt_state=opt_state)
+  others = {name: x for name, x in given.items() if name != "params"}
+  return dict(
+    step=step,
+    opt_state=opt_state,
+    wrapper_states=stack.init(wrappers, params, tx, others, num_replicas),
+  )
+
+
+def complete_fields(
+  tx: Any,
+  wrappers: tuple[base.Base, ...],
+  given: Mapping[str, PyTree],
+  mesh: jax.sharding.Mesh | None,
+) -> dict[str, PyTree]:
+  """Places the given fields of a state and creates its other fields.
+
+  Args:
+    tx: The optax optimizer.
+    wrappers: The wrappers of the state.
+    given: The parameters and collections, by name. Arrays that are split over
+      the mesh keep their sharding; all others are replicated.
+    mesh: The mesh; None puts everything on the default device.
+
+  Returns:
+    All fields by name. They have a `jax.ShapeDtypeStruct` for every array if
+    `given` has, or if the devices of the mesh are for compiling alone.
+  """
+  given = dict(given)
+
+  def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    return computed(tx, wrappers, given, num_replicas(mesh))
+
+  is_abstract = any(
+    isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
+  )
+  if mesh is None and not is_abstract:
+    return trees.unshare_buffers({**given, **create_fields(given)})
+  is_abstract |= mesh is not None and compile_only.is_compile_only(mesh)
+  if is_abstract:
+    given = jax.tree.map(trees.to_strong_shape, given)
+  else:
+    given = trees.unshare_buffers(given)
+  # The shardings of slots and wrapper states depend on their shapes.
+  fields = {**given, **jax.eval_shape(create_fields, given)}
+  shardings = _shardings_of_fields(fields, given.keys(), wrappers, mesh)
+  if is_abstract:
+    return jax.tree.map(compile_only.abstract_array, fields, shardings)
+  placed = {
+    name: jax.tree.map(mesh_lib.put, tree, shardings.pop(name))
+    for name, tree in given.items()
+  }
+  # Sharded outputs: no device ever holds a whole slot of a split parameter.
+  jitted = jax.jit(
+    lambda given: trees.unshare_buffers(create_fields(given)),
+    out_shardings=shardings,
+  )
+  return {**placed, **jitted(placed)}
+
+
+def _shardings_of_fields(
+  fields: dict[str, PyTree],
+  given: Collection[str],
+  wrappers: tuple[base.Base, ...],
+  mesh: jax.sharding.Mesh | None,
+) -> dict[str, PyTree]:
+  """Returns the shardings of the fields of a state.
+
+  Args:
+    fields: All array fields by name: arrays, or shapes and dtypes of them.
+    given: The names of the parameters and the collections.
+    wrappers: The wrappers of the state.
+    mesh: The mesh; None puts everything on the default device.
+  """
+  if mesh is None:
+    with jax.ensure_compile_time_eval():
+      default = jax.device_put(0).sharding
+    return jax.tree.map(lambda _: default, fields)
+  specs = {
+    name: rules_lib.resolve(None, mesh, fields[name], argument=name)
+    for name in given
+  }
+  of_params = fields["params"], specs["params"]
+  specs["step"] = jax.P()
+  specs["opt_state"] = opt_state_lib.specs(fields["opt_state"], *of_params)
+  if wrappers:
+    specs["wrapper_states"] = wrapper_specs(
+      wrappers, fields["wrapper_states"], *of_params, mesh
+    )
+  return shardings_of(specs, mesh)
+
+
+def wrapper_specs(
+  wrappers: tuple[base.Base, ...],
+  states: Mapping[str, PyTree],
+  params: PyTree,
+  param_specs: PyTree,
+  mesh: jax.sharding.Mesh,
+) -> dict[str, PyTree]:
+  """Returns the specs of the states of wrappers, by wrapper name.
+
+  A leaf that the wrapper does not split within a replica is split like the
+  parameter that it is a copy or a slot of.
+
+  Raises:
+    TypeError: `specs` returns a leaf that is not a PartitionSpec.
+    ValueError: `specs` returns another tree than the state's, or a
+      spec that does not fit a leaf.
+  """
+  result = {}
+  for wrapper in wrappers:
+    name = wrapper.name
+    leaves = jax.tree_util.tree_leaves_with_path(states[name])
+    treedef: Any = jax.tree.structure(states[name])
+    wanted = treedef.flatten_up_to(wrapper.specs(states[name]))
+    param_like = opt_state_lib.specs(states[name], params, param_specs)
+    specs = []
+    # Local copies of the parameters and of their slots (AGN) follow them.
+    for (path, leaf), spec, param_spec in zip(
+      leaves, wanted, jax.tree.leaves(param_like), strict=True
+    ):
+      # Checked here: JAX's error would not name the wrapper.
+      where = f"wrapper {name!r}: specs[{trees.path_string(path)}]"
+      specs_lib.check(where, spec, tuple(leaf.shape), mesh)
+      own = specs_lib.axes_in(spec)
+      if own <= {mesh_lib.REPLICA}:
+        # An axis can split only one dimension, so axes in use are left out.
+        unused = [axis for axis in mesh.axis_names if axis not in own]
+        spec = specs_lib.merge(spec, specs_lib.only(param_spec, unused))
+      specs.append(specs_lib.shortest(spec, mesh))
+    result[name] = treedef.unflatten(specs)
+  return result

@@ -19,8 +19,8 @@ from flaxshard.core import jaxprs
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import rules as rules_lib
+from flaxshard.state import fields as fields_lib
 from flaxshard.state import nnx_adapter
-from flaxshard.state import sharding as sharding_lib
 
 PyTree = Any
 
@@ -124,7 +124,7 @@ def trace(
     jax.tree.map(
       compile_only.abstract_array,
       rules_lib.unbox(boxed),
-      sharding_lib.shardings_of(specs, mesh),
+      fields_lib.shardings_of(specs, mesh),
     ),
     apply_fn,
     policy,

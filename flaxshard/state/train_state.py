@@ -21,7 +21,6 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import describe
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import sharding as sharding_lib
 from flaxshard.state import tf_surface
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -105,7 +104,7 @@ class TrainState(flax_train_state.TrainState):
     params: PyTree,
     tx: optax.GradientTransformation,
     wrappers: Sequence[base.Base] = (),
-    strategy: sharding_lib.HasMesh | None = None,
+    strategy: fields_lib.HasMesh | None = None,
     sparse: Sequence[str] = (),
     sparse_semantics: str = "lazy",
     **collections: PyTree,
@@ -149,7 +148,7 @@ class TrainState(flax_train_state.TrainState):
       (0, [0.0, 0.0])
     """
     wrappers = stack.check(wrappers)
-    mesh = sharding_lib.mesh_of(strategy)
+    mesh = fields_lib.mesh_of(strategy)
     check_collections(cls, collections)
     opt_state_lib.check_tx(tx)
     tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
@@ -162,8 +161,8 @@ class TrainState(flax_train_state.TrainState):
     given = {k: v for k, v in collections.items() if k not in static}
     given["params"] = params
     if mesh is not None:
-      stack.check_replicas(wrappers, sharding_lib.num_replicas(mesh))
-    arrays = sharding_lib.complete_fields(tx, wrappers, given, mesh)
+      stack.check_replicas(wrappers, fields_lib.num_replicas(mesh))
+    arrays = fields_lib.complete_fields(tx, wrappers, given, mesh)
     if mesh is not None:
       tx = sparse_optimizer.with_parts(tx, arrays["params"])
     return fields_lib.extend(cls, arrays)(
