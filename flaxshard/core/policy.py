@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -22,7 +23,7 @@ class Policy:
   """A precision policy by name, after Keras' `mixed_precision.Policy`.
 
   Parameters are float32 in every policy. Modules cast inputs and parameters to
-  the compute dtype. Flax modules take the two as `param_dtype=` and `dtype=`.
+  the compute dtype: Flax's layers take both as `**policy.dtypes`.
 
   Args:
     name: `"float32"`, `"mixed_float16"` or `"mixed_bfloat16"`.
@@ -52,6 +53,11 @@ class Policy:
     """The dtype in which parameters are stored and updated: float32."""
     # An update is often smaller than half the spacing of 16-bit numbers.
     return jnp.dtype(jnp.float32)
+
+  @property
+  def dtypes(self) -> dict[str, Any]:
+    """The arguments `dtype` and `param_dtype` of Flax's layers."""
+    return {"dtype": self.compute_dtype, "param_dtype": self.param_dtype}
 
   @property
   def output_dtype(self) -> jnp.dtype:

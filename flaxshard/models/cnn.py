@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax import linen as nn
 import jax
 
@@ -70,9 +68,7 @@ class CNN(nn.Module):
         f"{len(self.features)} poolings (features={self.features}), "
         f"got shape {inputs.shape}."
       )
-    dtypes: dict[str, Any] = dict(
-      dtype=self.policy.compute_dtype, param_dtype=self.policy.param_dtype
-    )
+    dtypes = self.policy.dtypes
     x = inputs
     for i, features in enumerate(self.features):
       x = nn.Conv(features, (3, 3), name=f"conv{i}", **dtypes)(x)

@@ -108,14 +108,14 @@ class ResNet(nn.Module):
         "inputs must have shape [batch, height, width, channels], "
         f"got {inputs.shape}."
       )
+    dtypes = self.policy.dtypes
     # Explicit padding: with a stride, "SAME" pads even sizes on one side only.
-    conv = functools.partial(
+    conv: Any = functools.partial(
       nn.Conv,
       use_bias=False,  # BatchNorm subtracts any bias again
       padding=0,
       kernel_init=_he_normal,
-      dtype=self.policy.compute_dtype,
-      param_dtype=self.policy.param_dtype,
+      **dtypes,
     )
     norm = functools.partial(
       nn.BatchNorm,
@@ -141,8 +141,7 @@ class ResNet(nn.Module):
     logits = nn.Dense(
       self.num_classes,
       kernel_init=nn.initializers.normal(0.01),
-      dtype=self.policy.compute_dtype,
-      param_dtype=self.policy.param_dtype,
       name="head",
+      **dtypes,
     )(x)
     return logits.astype(self.policy.output_dtype)

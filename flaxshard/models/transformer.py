@@ -6,8 +6,6 @@ with the normalization in front of each branch as in GPT-2.
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -37,9 +35,7 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     """Maps [batch, length, dim] to the same shape and dtype."""
-    dtypes: dict[str, Any] = dict(
-      dtype=self.policy.compute_dtype, param_dtype=self.policy.param_dtype
-    )
+    dtypes = self.policy.dtypes
     dim = x.shape[-1]
     # float32: squares of large activations overflow in float16.
     y = nn.LayerNorm(dtype=jnp.float32, name="attention_norm")(x)
@@ -117,9 +113,7 @@ class Transformer(nn.Module):
     """
     self._check(inputs)
     length = inputs.shape[1]
-    dtypes: dict[str, Any] = dict(
-      dtype=self.policy.compute_dtype, param_dtype=self.policy.param_dtype
-    )
+    dtypes = self.policy.dtypes
     shape = (self.max_length, self.embed_dim)
     positions = self.param("positions", _normal, shape, self.policy.param_dtype)
     x = nn.Embed(

@@ -131,7 +131,7 @@ MISTAKES = [
   (dict(learning_rate=1e39), ("config.learning_rate", "1e+39", "less")),
   (dict(learning_rate=float("nan")), ("config.learning_rate", "nan")),
   (dict(on_nonfinite="stopp"), ("config.on_nonfinite", "'stop'", "'stopp'")),
-  (dict(best_metric="accuracy"), ("config.best_metric", "eval_accuracy")),
+  (dict(best_metric="accuracy"), ("config.best_metric='accuracy'", "mode")),
   (dict(data=3), ("config.data", "3", "dict")),
   (dict(hooks=(3,)), ("config.hooks.0", "3")),
   (dict(hooks=("log",)), ("config.hooks[0]", "'log'", "package.module:")),

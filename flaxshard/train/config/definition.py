@@ -144,7 +144,7 @@ class EarlyStopping(Group):
       than this.
   """
 
-  metric: kinds.Metric = "none"
+  metric: str = "none"
   mode: kinds.Mode = "auto"
   patience: kinds.Natural = 3
   min_delta: kinds.NotNegative = 0.0
@@ -273,7 +273,7 @@ class Checkpoints(Group):
   checkpoint_every_minutes: kinds.NotNegative = 0.0
   max_to_keep: kinds.Count = 3
   keep_every_steps: kinds.Natural = 0
-  best_metric: kinds.Metric = "none"
+  best_metric: str = "none"
   best_mode: kinds.Mode = "auto"
   keep_best: kinds.Count = 1
 

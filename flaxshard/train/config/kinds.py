@@ -65,15 +65,6 @@ Count = Annotated[int, pydantic.Field(ge=1, le=checks.INT32_MAX)]
 Positive = Annotated[float, pydantic.Field(gt=0, lt=1e38)]
 NotNegative = Annotated[float, pydantic.Field(ge=0, lt=1e38)]
 Mode = Literal["auto", "max", "min"]
-# The metrics of training are means since the last row, and a signal adds a row:
-# a resumed run would have others than one without an interruption.
-Metric = Annotated[
-  str,
-  where(
-    '"none", "eval_loss", "eval_accuracy" or another "eval_..."',
-    lambda name: name == "none" or name.startswith("eval_"),
-  ),
-]
 Replicas = Annotated[
   int, where("-1, or at least 1", lambda count: count == -1 or count > 0)
 ]
