@@ -66,9 +66,9 @@ def states_of(tree: PyTree) -> list[Any]:
   return list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
-def wrappers_of(state: Any) -> tuple[base.Base, ...]:
-  """Returns the wrappers of a TrainState; Flax's own has none."""
-  return state.wrappers if isinstance(state, TrainState) else ()
+def wrappers_of(x: Any) -> tuple[base.Base, ...]:
+  """Returns the wrappers of a TrainState; Flax's own has none, as all else."""
+  return x.wrappers if isinstance(x, TrainState) else ()
 
 
 def leaves_of(tree: PyTree) -> list[Leaf]:
@@ -257,7 +257,10 @@ def to_local(tree: PyTree) -> PyTree:
   def convert(node: Any) -> Any:
     if values.is_per_replica(node):
       return jax.tree.map(lambda x: x[0], node.value)
-    return _state_to_local(node) if is_state(node) else node
+    if not wrappers_of(node):
+      return node
+    states = stack.drop_replica_axis(node.wrappers, node.wrapper_states)
+    return _swap_collections(node, states)
 
   return jax.tree.map(convert, tree, is_leaf=is_node)
 
@@ -278,29 +281,16 @@ def to_global(tree: PyTree) -> PyTree:
         "run: fn returned a PerReplica. fn must return this replica's value; "
         "run returns a PerReplica with the values of all replicas."
       )
-    if isinstance(node, values.Replicated):
+    if wrappers_of(node):
+      node = _swap_collections(node, node.wrapper_states)
+      states = stack.add_replica_axis(node.wrappers, node.wrapper_states)
+      return node.replace(wrapper_states=states)
+    if is_state(node) or isinstance(node, values.Replicated):
       return node
-    if is_state(node):
-      return _state_to_global(node)
     # With the axis of the replicas, of length 1.
     return values.PerReplica(jnp.asarray(node)[None])
 
   return jax.tree.map(convert, tree, is_leaf=is_node)
-
-
-def _state_to_local(state: Any) -> Any:
-  if not wrappers_of(state):
-    return state
-  states = stack.drop_replica_axis(state.wrappers, state.wrapper_states)
-  return _swap_collections(state, states)
-
-
-def _state_to_global(state: Any) -> Any:
-  if not wrappers_of(state):
-    return state
-  state = _swap_collections(state, state.wrapper_states)
-  states = stack.add_replica_axis(state.wrappers, state.wrapper_states)
-  return state.replace(wrapper_states=states)
 
 
 def _swap_collections(state: Any, states: Mapping[str, PyTree]) -> Any:
