@@ -100,6 +100,17 @@ def split_leaves(specs):
         "block/mlp_out/bias": P("replica"),
       },
     ),
+    # A last rule for all may have no parameters left; FSDP may follow.
+    (
+      (
+        ("kernel|embed|scale", P()),
+        ("bias", P("model")),
+        (".*", P("replica")),
+        FSDP(("model",), min_size=8),
+      ),
+      PARAMS,
+      {"block/mlp_in/bias": P("model"), "block/mlp_out/bias": P("model")},
+    ),
     # Metadata with mesh axes, which a regex overrides.
     (
       None,
@@ -138,37 +149,24 @@ def test_rules(rules, params, wanted):
 
 def test_mesh_axes_of_size_one_are_left_out():
   rules = (("embed", P("replica", "model")), ("mlp_in/k", P(None, "replica")))
-  assert split_leaves(resolve(rules, ONE_REPLICA, PARAMS)) == {
-    "embed/embedding": P(None, "model")
-  }
+  split = {"embed/embedding": P(None, "model")}
+  assert split_leaves(resolve(rules, ONE_REPLICA, PARAMS)) == split
   # One replica: there is nothing to split over.
   assert split_leaves(resolve("fsdp", ONE_REPLICA, PARAMS)) == {}
 
 
-def test_catch_all_rule_with_no_parameters_left_is_allowed():
-  rules = (("kernel|embed|scale", P()), ("bias", P("model")))
-  split = {"block/mlp_in/bias": P("model"), "block/mlp_out/bias": P("model")}
-  # FSDP may follow.
-  rules = (*rules, (".*", P("replica")), FSDP(("model",), min_size=8))
-  assert split_leaves(resolve(rules, MESH, PARAMS)) == split
-
-
 def test_logical_names_follow_given_contextual_and_boxed_rules():
-  params = {"w": logical(("embed", "mlp")), "v": logical(("mlp",), shape=(32,))}
-  specs = {"w": P(None, "model"), "v": P("model")}
+  box = logical(("embed", "mlp"))
+  spec = lambda rules, box=box: resolve(rules, MESH, {"w": box})["w"]
+  assert spec(LOGICAL) == P(None, "model")
+  assert spec(None, box.replace(rules=LOGICAL)) == P(None, "model")
   with nn.logical_axis_rules(LOGICAL):
-    assert resolve(None, MESH, params) == specs
+    assert spec(None) == P(None, "model")
     # Given rules precede those of the context.
-    given = resolve((("mlp", ["replica", "model"]),), MESH, params)
-    assert given["w"] == P(None, ("replica", "model"))
-    assert resolve((("mlp", None),), MESH, params)["w"] == P()
-  assert resolve(LOGICAL, MESH, params) == specs
-  boxed_rules = jax.tree.map(
-    lambda box: box.replace(rules=LOGICAL),
-    params,
-    is_leaf=nn.meta.is_axis_metadata,
-  )
-  assert resolve(None, MESH, boxed_rules) == specs
+    assert spec([("mlp", ["replica", "model"])]) == P(
+      None, ("replica", "model")
+    )
+    assert spec([("mlp", None)]) == P()
 
 
 def test_logical_names_without_rule_are_unsplit_if_not_strict():
@@ -182,29 +180,28 @@ def test_logical_names_without_rule_are_unsplit_if_not_strict():
 
 def test_arrays_on_the_mesh_keep_their_sharding():
   devices = np.array(jax.devices()).reshape(4, 2)
-  mesh = jax.sharding.Mesh(devices, ("replica", "model"))
-
-  def put_zeros(mesh, spec):
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    return jax.device_put(np.zeros((8, 4)), sharding)
-
+  mesh, other = (
+    jax.sharding.Mesh(grid, ("replica", "model"))
+    for grid in (devices, devices[::-1])
+  )
+  zeros = np.zeros((8, 4))
+  put = lambda mesh, *spec: jax.device_put(
+    zeros, jax.NamedSharding(mesh, P(*spec))
+  )
   params = {
-    "split": put_zeros(mesh, P(None, "model")),
-    "whole": put_zeros(mesh, P()),
+    "split": put(mesh, None, "model"),
+    "whole": put(mesh),
     "one_device": jnp.zeros((8, 4)),
-    "numpy": np.zeros((8, 4)),
+    "numpy": zeros,
+    # From another mesh a replicated array is moved.
+    "other": put(other),
   }
   specs = resolve(None, mesh, params)
   assert split_leaves(specs) == {"split": P(None, "model")}
-  rules = (("split", P("model")), ("numpy", P("replica", "model")))
-  assert split_leaves(resolve(rules, mesh, params)) == {
-    "split": P("model"),
-    "numpy": P("replica", "model"),
-  }
-  # On another mesh: a replicated array is moved, a split one is an error.
-  other = jax.sharding.Mesh(devices[::-1], ("replica", "model"))
-  assert split_leaves(resolve(None, mesh, {"w": put_zeros(other, P())})) == {}
-  batch = {"w": put_zeros(other, P("model"))}
+  wanted = {"split": P("model"), "numpy": P("replica", "model")}
+  rules = tuple(wanted.items())
+  assert split_leaves(resolve(rules, mesh, params)) == wanted
+  batch = {"w": put(other, "model")}
   with pytest.raises(ValueError, match=r"batch\[w\] .*another mesh"):
     resolve(None, mesh, batch, argument="batch")
 

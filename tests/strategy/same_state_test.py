@@ -1,7 +1,5 @@
 """The check of which programs give every replica the same TrainState."""
 
-import functools
-
 import compilations
 import jax
 from jax.experimental import pallas as pl
@@ -25,6 +23,10 @@ RING = [(i, (i + 1) % 4) for i in range(4)]
 
 mean = lambda tree: jax.lax.pmean(tree, "replica")
 replica_id = lambda: jax.lax.axis_index("replica")
+send = lambda tree, to=RING: jax.lax.ppermute(tree, "replica", to)
+grouped = lambda tree, groups=GROUPS: jax.lax.psum(
+  tree, "replica", axis_index_groups=groups
+)
 
 
 def propagate(fn):
@@ -72,6 +74,21 @@ def counted(x, goes_on):
   return jax.lax.while_loop(goes_on, lambda c: (c[0] + 1, c[1]), (0, x))[0]
 
 
+def total(x, y, reduce=lambda z: z):
+  add = lambda c, row: (c + reduce(row * y).sum(), None)
+  return jax.lax.scan(add, 0.0, x)[0]
+
+
+def root(x):
+  newton = lambda f, r: r - f(r) / (2 * r)
+  return jax.lax.custom_root(
+    lambda r: r * r - x.sum(),
+    1.0,
+    lambda f, r: jax.lax.fori_loop(0, 9, lambda _, r: newton(f, r), r),
+    lambda g, y: y / g(1.0),
+  )
+
+
 def shifted(values):
   """A loop in which it takes three rounds until something differs."""
   first = (jnp.zeros(()),) * 3
@@ -79,6 +96,7 @@ def shifted(values):
   return jax.lax.scan(shift, first, values)[0]
 
 
+on_device = STRATEGY.on_logical_device
 assume_replicated = context.ReplicaContext(4).assume_replicated
 
 
@@ -116,9 +134,7 @@ REPLICATED = {
   "shared": lambda x, y: jnp.sort(x) * 2 + jnp.arange(4),
   "pmean": lambda x, y: x + mean(y),
   "all_gather": lambda x, y: jax.lax.all_gather(y, "replica").sum(0),
-  "scan": lambda x, y: jax.lax.scan(
-    lambda c, row: (c + mean(row * y).sum(), None), 0.0, x
-  )[0],
+  "scan": lambda x, y: total(x, y, mean),
   "while": lambda x, y: counted(mean(y), lambda c: c[0] < c[1].sum()),
   "cond": lambda x, y: jax.lax.cond(
     mean(y).sum() > 0, lambda: x, lambda: mean(y)
@@ -127,23 +143,12 @@ REPLICATED = {
     jax.grad(jax.checkpoint(lambda x: jnp.sin(x * y).sum()))(x)
   ),
   "custom_vjp": lambda x, y: custom_vjp(mean(custom_jvp(y))),
-  "logical device": lambda x, y: mean(
-    STRATEGY.on_logical_device(1, jnp.sin, y)
-  ),
-  "root": lambda x, y: jax.lax.custom_root(
-    lambda r: r * r - x.sum(),
-    1.0,
-    lambda f, r: jax.lax.fori_loop(0, 9, lambda _, r: r - f(r) / (2 * r), r),
-    lambda g, y: y / g(1.0),
-  ),
+  "logical device": lambda x, y: mean(on_device(1, jnp.sin, y)),
+  "root": lambda x, y: root(x),
   "pbroadcast": lambda x, y: jax.lax.pbroadcast(y, ("replica",), 2),
-  "groups of a replicated value": lambda x, y: jax.lax.psum(
-    x, "replica", axis_index_groups=GROUPS
-  ),
-  "groups, then across them": lambda x, y: jax.lax.psum(
-    jax.lax.psum(y, "replica", axis_index_groups=GROUPS),
-    "replica",
-    axis_index_groups=[[0, 2], [1, 3]],
+  "groups of a replicated value": lambda x, y: grouped(x),
+  "groups, then across them": lambda x, y: grouped(
+    grouped(y), [[0, 2], [1, 3]]
   ),
   "nested shard_map": lambda x, y: over_logical_devices(
     lambda z: mean(jax.lax.psum(z, "model")), y
@@ -160,9 +165,7 @@ OWN_DATA = {
   "random": lambda x, y: jax.random.normal(
     jax.random.fold_in(jax.random.key(0), replica_id()), (4,)
   ),
-  "scan": lambda x, y: jax.lax.scan(
-    lambda c, row: (c + (row * y).sum(), None), 0.0, x
-  )[0],
+  "scan": lambda x, y: total(x, y),
   "as often as own": lambda x, y: counted(y, lambda c: c[0] < c[1].sum()),
   "cond": lambda x, y: jax.lax.cond(x[0] > 0, lambda: x, lambda: y),
   "cond on own": lambda x, y: jax.lax.cond(y[0] > 0, lambda: x, lambda: -x),
@@ -170,17 +173,15 @@ OWN_DATA = {
   "gradient of a mean": lambda x, y: jax.grad(
     lambda x: mean(jnp.sin(x * y).sum())
   )(x),
-  "logical device": lambda x, y: STRATEGY.on_logical_device(1, jnp.sin, y),
+  "logical device": lambda x, y: on_device(1, jnp.sin, y),
 }
 
 # By the name of the primitive that the error must name.
 UNKNOWN = {
-  "ppermute": lambda x, y: jax.lax.ppermute(y, "replica", RING),
+  "ppermute": lambda x, y: send(y),
   # A replica without a sender receives zeros.
-  "ppermute, partial": lambda x, y: jax.lax.ppermute(x, "replica", RING[:2]),
-  "psum over axis_index_groups": lambda x, y: jax.lax.psum(
-    y, "replica", axis_index_groups=GROUPS
-  ),
+  "ppermute, partial": lambda x, y: send(x, RING[:2]),
+  "psum over axis_index_groups": lambda x, y: grouped(y),
   "reduce_scatter": lambda x, y: jax.lax.psum_scatter(y, "replica", tiled=True),
   "all_to_all": lambda x, y: jax.lax.all_to_all(x, "replica", 0, 0, tiled=True),
   "pure_callback": lambda x, y: jax.pure_callback(np.sin, y, y),
@@ -227,8 +228,6 @@ def test_unknown_results_differ_and_name_the_primitive(name):
 
 
 def test_groups_are_the_same_within_groups_only():
-  psum = functools.partial(jax.lax.psum, axis_name="replica")
-  grouped = lambda y, groups: psum(y, axis_index_groups=groups)
   two = lambda x, y: grouped(y, [[0, 3], [1, 2]])
   assert classes(two) == (0, 1, 1, 0)
   # In another order a sum may round differently.
@@ -266,14 +265,6 @@ def update_by_hand(reduce):
   return step
 
 
-def sum_over_groups(tree):
-  return jax.lax.psum(tree, "replica", axis_index_groups=GROUPS)
-
-
-def send_around(tree):
-  return jax.lax.ppermute(tree, "replica", RING)
-
-
 def step_without_reduction(state, batch):
   _, grads = state.value_and_grad(loss_fn, batch)
   return state.apply_gradients(grads=grads, skip_gradients_aggregation=True)
@@ -301,11 +292,11 @@ def args():
     (step_without_reduction, r"params/w1 .*opt_state/0/nu/w2 \([^,]*\. "),
     # These two left four devices with four different parameters under P().
     (
-      update_by_hand(send_around),
+      update_by_hand(send),
       r"params/w1 \(ppermute\), params/w2 \(ppermute\)",
     ),
     (
-      update_by_hand(sum_over_groups),
+      update_by_hand(grouped),
       r"params/w1 \(psum over axis_index_groups\)",
     ),
   ],
@@ -317,14 +308,14 @@ def test_step_without_a_full_reduction_raises(args, step, facts):
 @pytest.mark.filterwarnings("ignore:CrossShard")
 def test_groups_of_a_wrapper_may_differ_but_not_within(args):
   state = create(STRATEGY, [fs.CrossShard(group_assignment=GROUPS)])
-  grouped = state, args[1]
+  of_groups = state, args[1]
   train = lambda state, batch: state.minimize(loss_fn, batch)[0]
-  assert int(STRATEGY.run(train, args=grouped).step) == 1
-  STRATEGY.run(update_by_hand(sum_over_groups), args=grouped)
+  assert int(STRATEGY.run(train, args=of_groups).step) == 1
+  STRATEGY.run(update_by_hand(grouped), args=of_groups)
   assert_refused(
-    update_by_hand(lambda x: x), grouped, r"params/w1 \(a replica's own"
+    update_by_hand(lambda x: x), of_groups, r"params/w1 \(a replica's own"
   )
-  assert_refused(update_by_hand(send_around), grouped, r"w1 \(ppermute\)")
+  assert_refused(update_by_hand(send), of_groups, r"w1 \(ppermute\)")
   # Another state, without groups, must be the same on all replicas.
   copy = lambda student, teacher: teacher.replace(params=student.params)
   states = state, args[0]
