@@ -197,13 +197,3 @@ def replicate(strategy: Strategy, tree: Any) -> Any:
   return jax.tree.map(
     lambda x: mesh_lib.put(x, replicated, compare=False), tree
   )
-
-
-def block_if_virtual_cpu(strategy: Strategy, fn: Any) -> Any:
-  """Returns `fn`, waiting for its results on several virtual CPU devices.
-
-  There XLA can deadlock if several calls are in flight; see `Strategy.waits`.
-  """
-  if not strategy.waits:
-    return fn
-  return lambda *args: jax.block_until_ready(fn(*args))

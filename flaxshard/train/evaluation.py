@@ -70,6 +70,8 @@ class Evaluation:
     total = devices.replicate(setup.strategy, cls.empty())
     for i, batch in enumerate(self.batches()):
       total = setup.eval_step(self.state, total, batch, self.rng, np.int32(i))
+      if setup.strategy.waits:
+        jax.block_until_ready(total)
     # Read first: on the devices, each division would be a program of its own.
     values = jax.device_get(total).compute()
     return check_numbers(f"{setup.task.name}.metrics", values)

@@ -81,12 +81,12 @@ class Loaded:
         `predict` reads, for most tasks `inputs` alone. Of several processes,
         all must call it, with the same batch.
     """
-    return self._predict(self.state, dict(batch))
+    outputs = self._predict(self.state, dict(batch))
+    return jax.block_until_ready(outputs) if self.strategy.waits else outputs
 
   @functools.cached_property
   def _predict(self) -> Any:
-    jitted = jax.jit(functools.partial(predict, self.task))
-    return devices.block_if_virtual_cpu(self.strategy, jitted)
+    return jax.jit(functools.partial(predict, self.task))
 
 
 def predict(

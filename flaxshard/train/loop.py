@@ -205,6 +205,9 @@ def _run(
       profile_before_step(step, state)
       batch = setup.next_batch(batches, state)
       state, progress = setup.train_step(state, progress, batch, rng)
+      if strategy.waits:
+        # On virtual devices, XLA can deadlock with several steps in flight.
+        jax.block_until_ready(progress)
       state, committed_step = commits.commit(state, step)
       if committed_step != step:
         step = committed_step

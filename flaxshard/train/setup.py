@@ -141,8 +141,11 @@ class Setup:
     return jax.tree.map(place, tree)
 
   @functools.cached_property
-  def jitted_train_step(self) -> Any:
-    """The jitted train step, which donates the state and the progress."""
+  def train_step(self) -> Any:
+    """The jitted `train_step(state, progress, batch, rng)`.
+
+    It donates the first two, and returns the next ones.
+    """
     first_replica = self.rank.worker_id * self.strategy.num_replicas_in_sync
 
     # The name stands in profiles and programs.
@@ -162,23 +165,19 @@ class Setup:
     return jax.jit(train_step, donate_argnums=donated, out_shardings=shardings)
 
   @functools.cached_property
-  def train_step(self) -> Callable[..., tuple[TrainState, steps.Progress]]:
-    """`train_step(state, progress, batch, rng)` returns the first two anew."""
-    return devices.block_if_virtual_cpu(self.strategy, self.jitted_train_step)
+  def eval_step(self) -> Any:
+    """The jitted `eval_step(state, metrics, batch, rng, index)`.
 
-  @functools.cached_property
-  def eval_step(self) -> Callable[..., Any]:
-    """`eval_step(state, metrics, batch, rng, index)` merges the metrics."""
-    return devices.block_if_virtual_cpu(self.strategy, jax.jit(self._eval_step))
-
-  @functools.cached_property
-  def _eval_step(self) -> Callable[..., Any]:
+    It returns the metrics with those of the batch merged into them.
+    """
     count = 0
     # A task's own evaluation need not use the metrics.
     if self.has_eval_data and self.task.evaluate is None:
       count = len(self.splits.eval)  # type: ignore[union-attr, arg-type]
     is_padded = count % self.batch_size > 0
-    return functools.partial(steps.eval_step, self.task, is_padded=is_padded)
+    return jax.jit(
+      functools.partial(steps.eval_step, self.task, is_padded=is_padded)
+    )
 
   @functools.cached_property
   def lowered_train_step(self) -> jax.stages.Lowered:
@@ -200,12 +199,12 @@ class Setup:
       f"{model} cannot be trained on {where}"
     ):
       traced: jax.stages.Traced
-      traced = self.jitted_train_step.trace(state, progress, batch, rng)
+      traced = self.train_step.trace(state, progress, batch, rng)
       # Evaluation is compiled much later: trace it now to find its errors.
       metrics = jax.eval_shape(self.task.metrics.empty)
       mask = jax.ShapeDtypeStruct((self.batch_size,), bool)
       batch = {**batch, "mask": mask}
-      jax.eval_shape(self._eval_step, state, metrics, batch, rng, np.int32(0))
+      jax.eval_shape(self.eval_step, state, metrics, batch, rng, np.int32(0))
     return traced
 
   # Arguments of the train step, on the devices.
