@@ -87,12 +87,11 @@ class Evaluation:
       ValueError: There is no evaluation data.
     """
     apply_fn, params = self.apply_fn, self.state.params
+    # Whole in every process, which may hold some of the rows only.
+    replicated = jax.sharding.NamedSharding(self.setup.strategy.mesh, P())
+    jitted = _jit_with_mask(function, replicated)
     parts = []
     for batch in self.batches():
-      sharding: Any = batch["mask"].sharding
-      # Whole in every process, which may hold some of the rows only.
-      replicated = jax.sharding.NamedSharding(sharding.mesh, P())
-      jitted = _jit_with_mask(function, replicated)
       rows, mask = jax.device_get(jitted(apply_fn, params, batch))
       parts.append(jax.tree.map(lambda x, mask=mask: x[mask], rows))
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)

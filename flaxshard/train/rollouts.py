@@ -53,7 +53,6 @@ class Rollouts:
     self._batch = batch
     self._batches: Iterator[Any] | None = None
     self._state: TrainState | None = None
-    self._first_replica: TrainState | None = None
     self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
     if worker_id:
       # Other batches than those of worker 0.
@@ -68,10 +67,8 @@ class Rollouts:
     """Returns the newest train state; see `flaxshard.tasks.Stream`."""
     if self._state is None:
       raise RuntimeError("stream.state() is there only while a batch is made.")
-    if self._first_replica is None:
-      # Once for a batch, and only if it is asked for: this is a collective.
-      self._first_replica = replica_groups.of_first_replica(self._state)
-    return self._first_replica
+    # Only if it is asked for: this may be a collective.
+    return replica_groups.of_first_replica(self._state)
 
   def next_batch(self, state: TrainState) -> dict[str, jax.Array]:
     """Returns the next batch, on the devices.
@@ -90,7 +87,7 @@ class Rollouts:
       arrays = self._put(next(self._batches, None))
     finally:
       # The train step donates the state.
-      self._state = self._first_replica = None
+      self._state = None
     self.step += 1
     return arrays
 
