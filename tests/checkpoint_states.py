@@ -1,6 +1,7 @@
 """States with every kind of leaf, and functions that save them."""
 
 import functools
+import logging
 from typing import Any
 
 from flax.training import train_state as flax_train_state
@@ -142,6 +143,17 @@ def assert_lies_like(given, wanted):
   ):
     assert x.sharding == y.sharding, jax.tree_util.keystr(path)
     assert x.dtype == y.dtype and not jax.typeof(x).weak_type
+
+
+def messages(caplog, level=logging.WARNING):
+  """Returns what flaxshard has logged, but for steps without digests."""
+  return [
+    r.getMessage()
+    for r in caplog.records
+    if r.name.startswith("flaxshard")
+    and r.levelno >= level
+    and "no digests" not in r.getMessage()
+  ]
 
 
 # The writers: each writes a directory of steps.

@@ -22,7 +22,6 @@ from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import items as items_lib
 from flaxshard.checkpoint import restoring
 from flaxshard.checkpoint import steps
-from flaxshard.checkpoint.items import Positioned
 from flaxshard.checkpoint.restoring import S
 from flaxshard.checkpoint.save_barrier import SaveBarrier
 from flaxshard.core import checks
@@ -247,7 +246,7 @@ class Checkpointer:
     self,
     step: int,
     state: items_lib.States,
-    data: Positioned | None = None,
+    data: Any = None,
     metrics: Mapping[str, Any] | None = None,
   ) -> bool:
     """Starts to save a state; does nothing if the step has been saved already.
@@ -261,9 +260,11 @@ class Checkpointer:
       state: The state, or a dict of states by name, such as the two of a GAN.
         It may be donated once this returns. If groups of replicas differ, the
         state of replica 0 is saved, and this is logged.
-      data: The iterator whose position to save. If its attribute
+      data: The iterator whose position to save, such as Grain's: its method
+        `get_state` returns bytes or a value for JSON. If its attribute
         `position_is_global` is True, as for `flaxshard.data.train_iterator`,
-        any number of processes can restore the position.
+        the position is the same in all processes, and any number of them can
+        restore it.
       metrics: Numbers to save by name, for `best_metric`.
 
     Returns:
@@ -422,9 +423,7 @@ class Checkpointer:
       except Exception as e:
         _log.info("%s: another error of a save: %s", self.directory, e)
 
-  def restore(
-    self, state: S, step: int | None = None, data: Positioned | None = None
-  ) -> S:
+  def restore(self, state: S, step: int | None = None, data: Any = None) -> S:
     """Restores a checkpoint into the structure and shardings of `state`.
 
     A damaged step, with a file that differs from the one that was saved, is
@@ -443,7 +442,9 @@ class Checkpointer:
         `create_train_state(..., abstract=True)`) only one state is in memory.
         Or a dict of some of the states that were saved as a dict.
       step: The step to restore; None is the latest that is not damaged.
-      data: An iterator to set to the position that was saved with the state.
+      data: An iterator to set to the position that was saved with the state,
+        with its method `set_state`. If it has a method `start_prefetch`, that
+        is called afterwards, to begin reading ahead.
 
     Returns:
       The restored state, with arrays for all leaves. A per-replica collection

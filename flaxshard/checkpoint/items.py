@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import json
 import logging
 import re
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,26 +43,6 @@ States = TrainState | Mapping[str, TrainState]
 _POSITION_FILE = re.compile(r"process_(\d+)-of-(\d+)\.json")
 
 _KINDS = (jnp.number, jnp.bool_, jax.dtypes.prng_key)
-
-
-class Positioned(Protocol):
-  """An iterator with a position: Grain's, or a `DistributedIterator`.
-
-  A position is bytes or a value for JSON. If the iterator has a method
-  `start_prefetch`, it is called after `set_state` to begin reading ahead.
-
-  If the iterator has an attribute `position_is_global` that is True, its
-  position is the same in all processes, and does not depend on their number:
-  any number of processes can restore it.
-  """
-
-  def get_state(self) -> Any:
-    """Returns the position."""
-    ...
-
-  def set_state(self, state: Any) -> None:
-    """Continues from a position."""
-    ...
 
 
 def save_args(
@@ -205,7 +185,7 @@ def mesh_of(tree: PyTree) -> Any:
 # -- The position in the data.
 
 
-def position_files(data: Positioned) -> dict[str, bytes]:
+def position_files(data: Any) -> dict[str, bytes]:
   """Returns the files to save, by their name in a step.
 
   All processes must call it, and get the same.
@@ -236,7 +216,7 @@ def position_files(data: Positioned) -> dict[str, bytes]:
   }
 
 
-def read_position(data: Positioned, step_dir: Any) -> Any:
+def read_position(data: Any, step_dir: Any) -> Any:
   """Returns the position in a step, for `data.set_state`.
 
   Args:
@@ -273,7 +253,7 @@ def read_position(data: Positioned, step_dir: Any) -> Any:
     ) from e
 
 
-def _is_global(data: Positioned) -> bool:
+def _is_global(data: Any) -> bool:
   return bool(getattr(data, "position_is_global", False))
 
 

@@ -108,7 +108,7 @@ def restore_step(
   where: Any,
   state: S,
   plain_item: str | None = None,
-  data: items.Positioned | None = None,
+  data: Any = None,
 ) -> S:
   """Restores one step, as `restore`.
 
@@ -126,11 +126,10 @@ def restore_step(
   saved = reader.open_step(where, plain_item)
   with multihost.raise_on_all_processes(digests.Damaged, ValueError):
     position = None if data is None else items.read_position(data, where)
-  plans = {
-    name: _Plan(where, reader.part(saved, name), part)
+  restored: Any = {
+    name: _Plan(where, reader.part(saved, name), part).restore()
     for name, part in items.by_name(state).items()
   }
-  restored: Any = {name: plan.restore() for name, plan in plans.items()}
   if data is not None:
     # Not before: a damaged step must leave the data where it is.
     with multihost.raise_on_all_processes(TypeError, ValueError):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import logging
 
 import checkpoint_states as states
 import flax.linen as nn
@@ -112,14 +111,6 @@ def assert_begins_at_center(state, replicas, *, count, local_step, commits):
   assert (int(agn.local_step), int(agn.commits)) == (local_step, commits)
 
 
-def messages(caplog, level=logging.WARNING):
-  return [
-    r.getMessage()
-    for r in caplog.records
-    if r.name.startswith("flaxshard") and r.levelno >= level
-  ]
-
-
 # Exact resume.
 
 
@@ -143,7 +134,7 @@ def test_resuming_in_mid_period_is_exact(tmp_path, wrappers, caplog):
   assert_trees_equal(restored, state)
   states.assert_lies_like(restored, fresh)
   assert_trees_equal(trained(restored, 8, 3), trained(state, 8, 3))
-  assert messages(caplog) == []
+  assert states.messages(caplog) == []
 
 
 # Another number of replicas.
@@ -156,7 +147,7 @@ def test_restores_eight_replicas_as_one_and_back(tmp_path, caplog):
   one = fs.checkpoint.restore(tmp_path, fresh)
   assert_plain_equal(one, state)
   assert_begins_at_center(one, 1, count=7, local_step=6, commits=2)
-  assert "shape (8, 2), where (1, 2) is" in messages(caplog)[0]
+  assert "shape (8, 2), where (1, 2) is" in states.messages(caplog)[0]
   one = trained(one, None, 5)
   assert int(one.wrapper_states["agn"].commits) == 3
   states.write_ours(tmp_path / "one", one)

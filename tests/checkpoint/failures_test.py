@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -17,7 +16,6 @@ import xla_flags
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import save_barrier
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -135,32 +133,6 @@ def test_program_that_ends_without_waiting_says_what_is_lost(path):
   assert f"step 8 could not be saved in {path}" in done.stderr
   assert os.listdir(path) == ["7"]
   assert_holds(path, 2.0, size=1_000_000)
-
-
-def test_barrier_waits_for_threads_that_still_write():
-  barrier = save_barrier.SaveBarrier()
-  barrier.start_save()
-  release = threading.Event()
-  written, seen = [], []
-
-  def write():
-    release.wait()
-    written.append(True)
-
-  def fail():
-    try:
-      raise OSError
-    except OSError:
-      barrier(key="", timeout_ms=1000)
-      seen.extend(written)
-
-  threads = [threading.Thread(target=f) for f in (write, fail)]
-  for thread in threads:
-    thread.start()
-  release.set()
-  for thread in threads:
-    thread.join()
-  assert seen == [True]
 
 
 # A disk that fills up: a small tmpfs, in a new mount namespace.

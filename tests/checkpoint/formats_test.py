@@ -20,14 +20,6 @@ def written(tmp_path_factory):
   return states.writer_in(tmp_path_factory.mktemp("written"))
 
 
-def logged_notes(caplog):
-  return [
-    r.getMessage()
-    for r in caplog.records
-    if r.name.startswith("flaxshard") and "no digests" not in r.getMessage()
-  ]
-
-
 # Every writer with both wrappers; then each wrapper alone kept, added, dropped.
 PAIRS = [
   *((writer, "both") for writer in states.WRITERS),
@@ -85,7 +77,7 @@ def test_flaxshard_restores_what_any_writer_wrote(
     local = restored.wrapper_states["agn"].local_params["dense"]["kernel"]
     center = np.asarray(state.params["dense"]["kernel"])
     np.testing.assert_array_equal(local, np.stack([center, center]))
-  messages = logged_notes(caplog)
+  messages = states.messages(caplog, logging.INFO)
   assert len(messages) == len(wants ^ has)
   for name in wants ^ has:
     (line,) = [m for m in messages if f"'{name}'" in m]

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import checkpoint_states as states
 import flax
 from flax import serialization
 from flax.training import checkpoints as flax_checkpoints
@@ -59,44 +60,28 @@ def create(*names, **kwargs):
 def logged_notes(caplog):
   caplog.set_level(logging.INFO, "flaxshard")
   return lambda: [
-    r.getMessage().split(": ", 1)[-1]
-    for r in caplog.records
-    if r.name.startswith("flaxshard") and "no digests" not in r.getMessage()
+    message.split(": ", 1)[-1]
+    for message in states.messages(caplog, logging.INFO)
   ]
 
 
-# The writers: each returns the path that is restored.
-
-
-def standard_save(path, state):
-  with ocp.CheckpointManager(path) as manager:
-    manager.save(STEP, args=ocp.args.StandardSave(state))
-  return path
-
-
-def standard_checkpointer(path, state):
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(path / "state", state)
-  return path / "state"
+# The writers; each may return the path that is restored.
 
 
 def flax_orbax(path, state):
   flax_checkpoints.save_checkpoint(str(path), jax.device_get(state), STEP)
-  return path
 
 
 def flax_msgpack(path, state):
   with flax.config.temp_flip_flag("use_orbax_checkpointing", False):
     flax_checkpoints.save_checkpoint(str(path), jax.device_get(state), STEP)
   assert (path / f"checkpoint_{STEP}").is_file()
-  return path
 
 
 def clu_checkpoint(path, state):
   # What clu.checkpoint writes; the package itself needs TensorFlow.
   (path / "ckpt-5.flax").write_bytes(serialization.to_bytes(state))
   (path / "ckpt-5.index").write_bytes(b"of TensorFlow")
-  return path
 
 
 def to_bytes(path, state):
@@ -105,8 +90,8 @@ def to_bytes(path, state):
 
 
 WRITERS = [
-  standard_save,
-  standard_checkpointer,
+  states.write_v0,
+  states.write_v0_flat,
   flax_orbax,
   flax_msgpack,
   clu_checkpoint,
@@ -130,7 +115,7 @@ def state():
 def test_whole_state_is_restored_with_and_without_its_wrappers(
   write, state, tmp_path, caplog
 ):
-  where = write(tmp_path, state)
+  where = write(tmp_path, state) or tmp_path
   for names in (["loss_scale", "agn"], [], ["cross_shard", "loss_scale"]):
     caplog.clear()
     with caplog.at_level(logging.INFO, "flaxshard"):
@@ -158,7 +143,7 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("write", [standard_save, flax_orbax, flax_msgpack])
+@pytest.mark.parametrize("write", [states.write_v0, flax_orbax, flax_msgpack])
 @pytest.mark.parametrize("name", SCALES)
 def test_dynamic_scale_becomes_loss_scale(write, name, tmp_path, logged_notes):
   scale = SCALES[name]
@@ -183,14 +168,14 @@ def test_dynamic_scale_becomes_loss_scale(write, name, tmp_path, logged_notes):
 
 
 def test_states_without_loss_scale_or_with_the_field(tmp_path, logged_notes):
-  standard_save(tmp_path / "none", flax_state())  # the field is None
+  states.write_v0(tmp_path / "none", flax_state())  # the field is None
   restored = fs.checkpoint.restore(tmp_path / "none", create("loss_scale"))
   assert float(restored.wrapper_states["loss_scale"].scale) == 2.0**15
   assert logged_notes() == [
     "it has no state of wrapper 'loss_scale': that starts fresh"
   ]
   scale = SCALES["trained"]
-  standard_save(tmp_path / "field", flax_state(scale))
+  states.write_v0(tmp_path / "field", flax_state(scale))
   state = create(dynamic_scale=jax.tree.map(jnp.zeros_like, scale))
   restored = fs.checkpoint.restore(tmp_path / "field", state)
   assert_trees_equal(restored.dynamic_scale, scale)
@@ -218,18 +203,19 @@ def test_number_without_a_field_is_passed_over_and_named(tmp_path, caplog):
     fs.checkpoint.restore(tmp_path / "msgpack", create())
 
 
-@pytest.mark.parametrize("write", [standard_save, to_bytes])
+@pytest.mark.parametrize("write", [states.write_v0, to_bytes])
 def test_step_of_64_bits_is_restored_if_it_fits(write, tmp_path):
   state = create()
   (tmp_path / "large").mkdir()
   with jax.enable_x64(True):
-    fits = write(tmp_path, state.replace(step=jnp.int64(7)))
+    fits = write(tmp_path, state.replace(step=jnp.int64(7))) or tmp_path
     too_large = state.replace(step=jnp.int64(2**31))
-    too_large = write(tmp_path / "large", too_large)
+    large = tmp_path / "large"
+    large = write(large, too_large) or large
   restored = fs.checkpoint.restore(fits, create())
   assert (int(restored.step), restored.step.dtype) == (7, jnp.int32)
   with pytest.raises(ValueError, match=rf"step: {2**31} is .* int32"):
-    fs.checkpoint.restore(too_large, create())
+    fs.checkpoint.restore(large, create())
 
 
 # Directories of Flax's files.

@@ -3,22 +3,15 @@
 import json
 import types
 
+import checkpoint_states as states
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
 
-import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import train
 from flaxshard.checkpoint import choose
-
-
-def create(value=1.0):
-  return fs.TrainState.create(
-    apply_fn=None, params={"w": jnp.full(3, float(value))}, tx=optax.sgd(0.1)
-  )
 
 
 @pytest.fixture
@@ -35,7 +28,7 @@ def save_all(path, scores, name="accuracy", **kwargs):
   with checkpoint.Checkpointer(path, **kwargs) as checkpointer:
     for step, score in scores.items():
       metrics = None if score == "none given" else {name: score}
-      checkpointer.save(step, create(step), metrics=metrics)
+      checkpointer.save(step, states.weights(step), metrics=metrics)
 
 
 SCORES = {1: 0.5, 2: 0.9, 3: 0.7, 4: 0.8, 5: 0.6}
@@ -58,7 +51,7 @@ def test_best_and_newest_steps_are_kept(path, kwargs, kept):
     path, best_metric="accuracy", best_mode=mode
   ) as checkpointer:
     assert checkpointer.best_step() == best
-    restored = checkpointer.restore(create(), best)
+    restored = checkpointer.restore(states.weights(), best)
   np.testing.assert_array_equal(restored.params["w"], np.full(3, best))
 
 
@@ -121,7 +114,7 @@ def test_nonfinite_metrics_are_null_on_disk(path):
   }
   with checkpoint.Checkpointer(path) as checkpointer:
     # They are saved even though no metric ranks the checkpoints yet.
-    checkpointer.save(7, create(), metrics=metrics)
+    checkpointer.save(7, states.weights(), metrics=metrics)
     checkpointer.wait()
     assert checkpointer.best_step() is None
   written = json.loads((path / "7" / "metrics" / "metrics").read_text())
@@ -144,12 +137,12 @@ def test_step_with_damaged_metadata_is_passed_over(path, name, content):
   save_all(path, {1: 0.5, 2: 0.9}, **kwargs)
   (path / "2" / name).write_text(content)
   with checkpoint.Checkpointer(path, **kwargs) as checkpointer:
-    restored = checkpointer.restore(create())
+    restored = checkpointer.restore(states.weights())
     np.testing.assert_array_equal(restored.params["w"], np.full(3, 1))
     assert checkpointer.restored_step == checkpointer.best_step() == 1
     with pytest.raises(ValueError, match=f"{path}/2/{name}"):
-      checkpointer.restore(create(), 2)
-    checkpointer.save(2, create(2), metrics={"accuracy": 0.7})
+      checkpointer.restore(states.weights(), 2)
+    checkpointer.save(2, states.weights(2), metrics={"accuracy": 0.7})
     assert checkpointer.best_step() == 2
   assert (path / "2.damaged" / name).read_text() == content
 

@@ -6,10 +6,9 @@ import shutil
 import subprocess
 import sys
 
+import checkpoint_states as states
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -17,15 +16,7 @@ import flaxshard as fs
 from flaxshard.checkpoint import __main__ as inspection
 from flaxshard.checkpoint import reader
 
-LEAVES = 8
-
-
-def create(value):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params={f"w{i}": jnp.full(1000, value + i) for i in range(LEAVES)},
-    tx=optax.sgd(0.1),
-  )
+_TESTS = str(pathlib.Path(__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +25,7 @@ def saved(tmp_path_factory):
   path = tmp_path_factory.mktemp("saved") / "checkpoints"
   with ocp.CheckpointManager(path) as manager:
     for step in (1, 2):
-      state = create(float(step)).without_wrappers()
+      state = states.weights(step).without_wrappers()
       manager.save(step, args=ocp.args.StandardSave(state))
   return path
 
@@ -47,9 +38,9 @@ def path(saved, tmp_path):
 def assert_healthy(path):
   """The newest step can be restored, and saving renames no directory."""
   with fs.Checkpointer(path) as checkpointer:
-    restored = checkpointer.restore(create(0.0))
+    restored = checkpointer.restore(states.weights())
     assert checkpointer.restored_step == 2
-    np.testing.assert_array_equal(restored.params["w0"], np.full(1000, 2.0))
+    np.testing.assert_array_equal(restored.params["w"], np.full(3, 2.0))
     checkpointer.save(3, restored)
   assert sorted(os.listdir(path)) == ["1", "2", "3"]
 
@@ -71,7 +62,7 @@ def test_transient_errors_are_raised(path, error, monkeypatch):
   monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
   with fs.Checkpointer(path) as checkpointer:
     with pytest.raises(type(error)) as e:
-      checkpointer.restore(create(0.0))
+      checkpointer.restore(states.weights())
     assert e.value is error
   assert_healthy(path)
 
@@ -79,20 +70,14 @@ def test_transient_errors_are_raised(path, error, monkeypatch):
 # Another program saves and deletes steps.
 
 
-def small(value=0.0):
-  return fs.TrainState.create(
-    apply_fn=None, params={"w": jnp.full(3, float(value))}, tx=optax.sgd(0.1)
-  )
-
-
 def restore_by_checkpointer(path):
   with fs.Checkpointer(path) as checkpointer:
-    return checkpointer.restore(small())
+    return checkpointer.restore(states.weights())
 
 
 READERS = [
   restore_by_checkpointer,
-  lambda path: fs.checkpoint.restore(path, small()),
+  lambda path: fs.checkpoint.restore(path, states.weights()),
 ]
 
 
@@ -100,7 +85,7 @@ READERS = [
 def live(tmp_path):
   with fs.Checkpointer(tmp_path / "checkpoints") as checkpointer:
     for step in (1, 2, 3):
-      checkpointer.save(step, small(step), metrics={"loss": 0.5})
+      checkpointer.save(step, states.weights(step), metrics={"loss": 0.5})
   return tmp_path / "checkpoints"
 
 
@@ -131,13 +116,12 @@ def test_step_deleted_while_it_is_read_gives_way_to_a_newer_one(
 
 _WRITER = """
 import sys
-import jax.numpy as jnp, optax
+sys.path.insert(0, sys.argv[2])
+import checkpoint_states as states
 import flaxshard as fs
 with fs.Checkpointer(sys.argv[1], max_to_keep=2) as checkpointer:
   for step in range(1, 60):
-    state = fs.TrainState.create(
-      apply_fn=None, params={"w": jnp.full(3, step)}, tx=optax.set_to_zero())
-    checkpointer.save(step, state, metrics={"loss": 1 / step})
+    checkpointer.save(step, states.weights(step), metrics={"loss": 1 / step})
 print(step)
 """
 
@@ -145,10 +129,10 @@ print(step)
 @pytest.mark.slow
 def test_reading_beside_a_program_that_saves(tmp_path, capsys):
   path = tmp_path / "checkpoints"
-  state = small().replace(params={"w": jnp.zeros(3, jnp.int32)})
+  state = states.weights()
   reading = fs.Checkpointer(path)
   with subprocess.Popen(
-    [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE
+    [sys.executable, "-c", _WRITER, str(path), _TESTS], stdout=subprocess.PIPE
   ) as writer:
     last = 0
     while writer.poll() is None:
