@@ -312,7 +312,7 @@ class Checkpointer:
       files = items_lib.position_files(data)
       # With an item, programs without Grain know what the files are.
       items[steps.POSITION] = ocp.args.JsonSave({"processes": len(files)})
-    metadata = items_lib.metadata(state, step, tuple(items), self._config)
+    metadata = items_lib.metadata(state, step, self._config)
     items[steps.FLAXSHARD] = ocp.args.JsonSave(metadata)
     try:
       manager = self._open_manager()

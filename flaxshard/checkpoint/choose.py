@@ -138,14 +138,11 @@ def look(directory: Any) -> tuple[dict[int, Any], set[int]]:
     directory: Path of the directory of the steps.
   """
   found, damaged = steps.find(directory, steps.OURS), set()
-  for number, path in list(found.items()):
+  for number, path in found.items():
     try:
       digests.check(path)
     except digests.Damaged:
-      if path.exists():
-        damaged.add(number)
-      else:  # it was just deleted
-        del found[number]
+      damaged.add(number)
   return found, damaged
 
 

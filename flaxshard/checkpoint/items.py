@@ -13,7 +13,7 @@ of its own process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import json
 import logging
 import re
@@ -138,7 +138,6 @@ def by_name(state: States) -> Mapping[str, TrainState]:
 def metadata(
   state: States,
   step: int,
-  items: Sequence[str],
   config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
   """Returns what describes a step, with values that JSON can hold.
@@ -146,7 +145,6 @@ def metadata(
   Args:
     state: The state that is saved, or states by name.
     step: Number of the step that it is saved under.
-    items: Names of the step's other items.
     config: The training config, with values that JSON can hold.
   """
   mesh = mesh_of(state)
@@ -157,7 +155,6 @@ def metadata(
     "orbax": ocp.__version__,
     "step": step,
     "state_step": step_of(state),
-    "items": sorted(items),
     "wrappers": [repr(w) for w in wrappers],
     "processes": jax.process_count(),
     "devices": None if mesh is None else mesh.size,

@@ -298,11 +298,11 @@ class _Plan:
       new_collections={},
     )
     for wrapper, difference in self._new:
-      leaves = self._new_state(wrapper, difference, target) | leaves
+      leaves = self._make_state(wrapper, difference, target) | leaves
     # Orbax returns arrays that are complete; so does this function.
     return jax.block_until_ready(self._unflatten(leaves))
 
-  def _new_state(
+  def _make_state(
     self, wrapper: base.Base, difference: str | None, target: base.Target
   ) -> dict[Path, jax.Array]:
     """Returns the leaves of a new state of a wrapper, by path.
@@ -318,30 +318,38 @@ class _Plan:
     wrappers, name = (wrapper,), wrapper.name
     template = self._template.wrapper_states[name]
     wanted = trees.leaves_by_path(template)
+    # Without the axis of the replicas, which may be others than those saved.
+    shapes, replicas = {path: x.shape for path, x in wanted.items()}, 1
     mask = jax.tree.leaves(base.per_replica_mask(wrapper, template))
-    is_local = dict(zip(wanted, mask, strict=True))
-    replicas = next((x.shape[0] for p, x in wanted.items() if is_local[p]), 1)
-    saved = reader.read(
-      self._where,
-      _of_any_replicas(
-        _below(self._saved, (WRAPPER_STATES, name)),
-        wanted,
-        is_local,
-        self._template.step.sharding,
-      ),
-    )
+    for path, is_local in zip(wanted, mask, strict=True):
+      if is_local:
+        replicas, *shape = shapes[path]
+        shapes[path] = tuple(shape)
+    # Of use are the replicated leaves, and the scalars of the replicas.
+    useful = {}
+    for path, leaf in _below(self._saved, (WRAPPER_STATES, name)).items():
+      if path not in wanted or leaf.dtype != wanted[path].dtype:
+        continue
+      x, shape = wanted[path], shapes[path]
+      if leaf.shape == shape or (not shape and len(leaf.shape) == 1):
+        # The mesh may not divide another number of replicas.
+        like = x if leaf.shape == x.shape else self._template.step
+        useful[path] = (
+          leaf,
+          jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=like.sharding),
+        )
+    saved = reader.read(self._where, useful)
 
     def make(target: base.Target, saved: Mapping[Path, jax.Array]) -> PyTree:
       first = stack.init(
         wrappers, target.params, self._state.tx, target.collections
       )
-      first = stack.drop_replica_axis(wrappers, first)[name]
-      ndim = {p: x.ndim for p, x in trees.leaves_by_path(first).items()}
       # The wrapper sees one replica: the first row stands for all.
       own = {
-        "/".join(path): x[0] if x.ndim > ndim[path] else x
+        "/".join(path): x if x.shape == shapes[path] else x[0]
         for path, x in saved.items()
       }
+      first = stack.drop_replica_axis(wrappers, first)[name]
       new = {name: wrapper.restart(first, target, own)}
       new = stack.add_replica_axis(wrappers, new, replicas)
       new = trees.conform(f"wrapper {name!r}: restart", new[name], template)
@@ -396,36 +404,6 @@ def _template(state: TrainState) -> TrainState:
 
   abstract: TrainState = jax.tree.map(describe, state)
   return abstract
-
-
-def _of_any_replicas(
-  saved: Mapping[Path, SavedLeaf],
-  wanted: Leaves,
-  is_local: Mapping[Path, bool],
-  replicated: Any,
-) -> dict[Path, tuple[SavedLeaf, jax.ShapeDtypeStruct]]:
-  """Returns what to read of a wrapper's state for another number of replicas.
-
-  It is the replicated leaves, and the scalars of the replicas.
-
-  Args:
-    saved: The saved state.
-    wanted: Shapes, dtypes and shardings of the state to make.
-    is_local: Which leaves of it are per replica.
-    replicated: The sharding for the scalars of another number of replicas: the
-      mesh may not divide that number.
-  """
-  found = {}
-  for path in saved.keys() & wanted.keys():
-    leaf, x = saved[path], wanted[path]
-    shape = x.shape[1:] if is_local[path] else x.shape
-    is_scalar = not shape and len(leaf.shape) < 2
-    is_same = leaf.shape == shape and not is_local[path]
-    if leaf.dtype == x.dtype and (is_scalar or is_same):
-      sharding = x.sharding if leaf.shape == x.shape else replicated
-      asked = jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=sharding)
-      found[path] = leaf, asked
-  return found
 
 
 def _below(leaves: Leaves, at: Path) -> dict[Path, Any]:

@@ -142,7 +142,6 @@ def test_every_file_has_its_size_and_crc32(saved):
     "orbax": ocp.__version__,
     "step": 3,
     "state_step": 3,
-    "items": items,
     "wrappers": [repr(fs.LossScale("dynamic"))],
     "processes": 1,
     "devices": None,
