@@ -35,9 +35,6 @@ from flaxshard.core import multihost
 # after so many seconds.
 _DELETION_SECONDS = 0.5
 
-# Characters of a position in the data that are shown.
-_SHOWN = 200
-
 
 def examine(step_dir: Any, contents: bool) -> tuple[str, str | None] | None:
   """Returns the condition of a step in words, and what it holds as text.
@@ -83,7 +80,7 @@ def describe(step_dir: Any) -> str:
   position = step_dir / steps.POSITION
   for file in sorted(position.iterdir()) if position.is_dir() else ():
     text = " ".join(file.read_bytes().decode(errors="replace").split())
-    lines.append(f"  {position.name}/{file.name}: {text[:_SHOWN]}")
+    lines.append(f"  {position.name}/{file.name}: {text}")
   leaves = reader.open_unverified(step_dir).values()
   for item, group in itertools.groupby(leaves, lambda leaf: leaf.tree):
     tree = {"/".join(x.key): x for x in group}

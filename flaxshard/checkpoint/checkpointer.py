@@ -31,9 +31,6 @@ from flaxshard.partitioning import compile_only
 
 _log = logging.getLogger(__name__)
 
-# How often it is tried to remove the files of a failed save.
-_REMOVALS = 50
-
 
 class SaveError(RuntimeError):
   """A checkpoint could not be written; the message names step and directory."""
@@ -232,11 +229,8 @@ class Checkpointer:
     Raises:
       SaveError: The last save failed.
     """
-    ended = (
-      self._saving is not None
-      and self._manager is not None
-      and not self._manager.is_saving_in_progress()
-    )
+    manager = self._manager if self._saving is not None else None
+    ended = manager is not None and not manager.is_saving_in_progress()
     # A save ends in all processes at about the same time. Waiting for the end
     # of it joins a thread, and needs no other process.
     if ended if local else "True" in multihost.exchange(str(ended)):
@@ -400,7 +394,7 @@ class Checkpointer:
     if jax.process_index() == 0 and not files_lib.is_bucket(self.directory):
       path = steps.unfinished(self.directory, step)
       # TensorStore finishes the writes it has begun after one has failed.
-      for _ in range(_REMOVALS):
+      for _ in range(50):
         shutil.rmtree(path, ignore_errors=True)
         time.sleep(0.01)
         if not path.exists():

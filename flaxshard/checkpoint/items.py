@@ -36,7 +36,6 @@ from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
-PyTree = Any
 # A train state, or several by name.
 States = TrainState | Mapping[str, TrainState]
 
@@ -170,7 +169,7 @@ def step_of(state: States) -> Any:
   return int(state.step)
 
 
-def mesh_of(tree: PyTree) -> Any:
+def mesh_of(tree: Any) -> Any:
   """Returns the mesh of a tree of arrays; None if it has none."""
   for x in jax.tree.leaves(tree):
     sharding = getattr(x, "sharding", None)
@@ -197,16 +196,13 @@ def position_files(data: Any) -> dict[str, bytes]:
     is_bytes = isinstance(state, bytes)
     # Indented as by Grain.
     text = state if is_bytes else json.dumps(state, indent=4).encode()
-  texts = multihost.exchange(text.decode("latin-1"))
+  texts = [text.decode("latin-1")]
   if _is_global(data):
-    for process, other in enumerate(texts):
-      if other != texts[0]:
-        shown = ["".join(t.split())[:200] for t in (texts[0], other)]
-        raise ValueError(
-          "data.position_is_global is True, but the positions differ: "
-          f"process 0 is at {shown[0]}, process {process} is at {shown[1]}."
-        )
-    texts = texts[:1]
+    multihost.check_agreement(
+      {"the position of data, although position_is_global": texts[0]}
+    )
+  else:
+    texts = multihost.exchange(texts[0])
   return {
     f"{steps.POSITION}/{_position_file(i, len(texts))}": text.encode("latin-1")
     for i, text in enumerate(texts)

@@ -17,7 +17,6 @@ from flaxshard.checkpoint import matching
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import safetensors_files
 from flaxshard.checkpoint import steps
-from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -28,7 +27,6 @@ from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
-PyTree = Any
 _State = TypeVar("_State")
 
 
@@ -142,7 +140,6 @@ def init_from(
     patterns_lib.check(name, patterns)
   for name, pairs in dict(rename=rename, transpose=transpose).items():
     patterns_lib.check_pairs(name, pairs)
-  checks.one_of("cast", cast, (True, False))
   fields: Any = state
   collections, factors = set(), set()
   if isinstance(state, TrainState):

@@ -213,7 +213,7 @@ class _Plan:
     self._wanted = trees.leaves_by_path(self._template)
     self._sources = sources(saved, self._wanted)
     # Wrappers that make a new state, and how the saved one differs.
-    self._new: list[tuple[base.Base, str | None]] = []
+    self._new: dict[Path, tuple[base.Base, str | None]] = {}
     for wrapper in state.wrappers:
       self._plan_wrapper(wrapper)
     self._check_others()
@@ -244,7 +244,7 @@ class _Plan:
     else:
       for path in wanted:
         self._sources.pop((*at, *path), None)
-    self._new.append((wrapper, difference))
+    self._new[at] = wrapper, difference
 
   def _check_others(self) -> None:
     """Raises a ValueError unless all other leaves are there, and no more."""
@@ -267,11 +267,10 @@ class _Plan:
         has[path] = leaf
     for what in sorted(left):
       self._note(f"it has {what}: left alone")
-    new = [(WRAPPER_STATES, wrapper.name) for wrapper, _ in self._new]
     wanted = {
       path: x
       for path, x in self._wanted.items()
-      if path in has or path[:2] not in new
+      if path in has or path[:2] not in self._new
     }
     if difference := _difference(has, wanted):
       raise ValueError(
@@ -297,7 +296,7 @@ class _Plan:
       wrapper_states={},
       new_collections={},
     )
-    for wrapper, difference in self._new:
+    for wrapper, difference in self._new.values():
       leaves = self._make_state(wrapper, difference, target) | leaves
     # Orbax returns arrays that are complete; so does this function.
     return jax.block_until_ready(self._unflatten(leaves))

@@ -68,7 +68,10 @@ def open_leaves(file: Any) -> dict[Path, SavedLeaf]:
     ) from e
   except Exception as e:  # the package has an error of its own
     raise ValueError(f"{file} cannot be read: {e!r}.") from e
-  by_path = {_path_of(name): tensor for name, tensor in tensors.items()}
+  by_path = {
+    tuple(name.split("/" if "/" in name else ".")): tensor
+    for name, tensor in tensors.items()
+  }
   if len(by_path) < len(tensors):
     raise ValueError(
       f"{file} has tensors whose names differ in dots and slashes alone."
@@ -100,7 +103,3 @@ def _lazy_tensor(opened: Any, name: str) -> _Tensor:
   # does not know.
   x = lazy if shape else opened.get_tensor(name)
   return shape, x[:0].dtype if shape else x.dtype, x
-
-
-def _path_of(name: str) -> Path:
-  return tuple(name.split("/" if "/" in name else "."))

@@ -80,7 +80,15 @@ class SaveBarrier:
     # Two threads of one process would mix up the numbers.
     with self._lock:
       if not self._errors:
-        self._errors = self._exchange_errors(error, timeout_ms)
+        barrier = f"{self._name}/{self._save}/{next(self._calls)}"
+        client = multihost.coordination_client()
+        if error is not None:
+          process = jax.process_index()
+          text = f"process {process}: {multihost.summarize_error(error)}"
+          client.key_value_set(f"{barrier}/{process}", text)
+        ocp.multihost.get_barrier_sync_fn()(key=barrier, timeout_ms=timeout_ms)
+        published = client.key_value_dir_get(f"{barrier}/")
+        self._errors = "; ".join(sorted(text for _, text in published))
     if self._errors and error is None:
       raise OtherProcessError(self._errors)
 
@@ -92,19 +100,3 @@ class SaveBarrier:
       if started and thread is not threading.current_thread():
         # Orbax's own `join` would raise the error of the thread.
         threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
-
-  def _exchange_errors(
-    self, error: BaseException | None, timeout_ms: int
-  ) -> str:
-    """Waits at the next barrier; returns the errors published before it."""
-    barrier = f"{self._name}/{self._save}/{next(self._calls)}"
-    client = multihost.coordination_client()
-    if error is not None:
-      process = jax.process_index()
-      client.key_value_set(
-        f"{barrier}/{process}",
-        f"process {process}: {multihost.summarize_error(error)}",
-      )
-    ocp.multihost.get_barrier_sync_fn()(key=barrier, timeout_ms=timeout_ms)
-    published = client.key_value_dir_get(f"{barrier}/")
-    return "; ".join(sorted(text for _, text in published))

@@ -41,7 +41,6 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 _TREE_METADATA = "_METADATA"  # Orbax's file in each tree of arrays
 _CHECKPOINTS = "checkpoints"  # where a workdir has its steps
-_LISTED = 5  # names that a message lists
 
 
 def as_path(path: Any) -> Directory:
@@ -139,7 +138,7 @@ def describe_missing(path: Any) -> str:
     >>> describe_missing(runs / "digitz")
     "there is no such path. Did you mean 'digits'?"
     >>> describe_missing(runs / "digits")
-    'it has no steps: it is empty.'
+    'it has no steps.'
   """
   directory = as_path(path)
   if not directory.exists():
@@ -149,5 +148,4 @@ def describe_missing(path: Any) -> str:
     return f"there is no such path.{hint}"
   if is_step(directory):
     return "it is a file or a step, not a directory of steps."
-  names = sorted(p.name for p in directory.iterdir())
-  return f"it has no steps: {', '.join(names[:_LISTED]) or 'it is empty'}."
+  return "it has no steps."

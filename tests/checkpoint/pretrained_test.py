@@ -270,7 +270,6 @@ FILE = {"body": {"kernel": W}, "head": {"kernel": numbers(16, 4)}}
     ({"keep": "head"}, TypeError, ["keep", "'head'"]),
     ({"keep": ["("]}, ValueError, ["keep[0]", "'('"]),
     ({"rename": ["a"]}, TypeError, ["rename", "pairs"]),
-    ({"cast": 1}, TypeError, ["cast"]),
     ({"subtree": "a/c"}, ValueError, ["subtree='a/c'", "body, head"]),
     ({"path": "/tmp/no/such/path"}, ValueError, ["no such path"]),
     ({"path": None}, TypeError, ["NoneType"]),
