@@ -98,10 +98,9 @@ def restore(
     where = manager.directory  # Orbax's managers have no common class
     if isinstance(manager, ocp.CheckpointManager):
       manager.wait_until_finished()  # the newest step may not be complete yet
-  _, restored = choose.read(
+  return choose.read(
     where, step, lambda path: restore_step(path, state, plain_item)
-  )
-  return restored
+  )[1]
 
 
 def restore_step(

@@ -76,8 +76,7 @@ def open_leaves(file: Any) -> dict[Path, SavedLeaf]:
     raise ValueError(
       f"{file} has tensors whose names differ in dots and slashes alone."
     )
-  arrays = {path: x for path, (_, _, x) in by_path.items()}
-  read_leaves = lambda wanted: arrays
+  read_leaves = lambda wanted: {path: x for path, (*_, x) in by_path.items()}
   return {
     path: SavedLeaf(shape, dtype, False, file.name, path, read_leaves)
     for path, (shape, dtype, _) in by_path.items()
@@ -88,9 +87,8 @@ def _open_file(file: Any) -> dict[str, _Tensor]:
   safetensors = importlib.import_module("safetensors")
   if files.is_bucket(file):
     # The package opens files on disk alone, so the whole file is read.
-    loaded = importlib.import_module("safetensors.numpy").load(
-      file.read_bytes()
-    )
+    load = importlib.import_module("safetensors.numpy").load
+    loaded = load(file.read_bytes())
     return {name: (x.shape, x.dtype, x) for name, x in loaded.items()}
   opened = safetensors.safe_open(str(file), framework="numpy")
   return {name: _lazy_tensor(opened, name) for name in opened.keys()}
