@@ -356,15 +356,14 @@ class Optimizer(nnx.Optimizer[M]):
     fields = traverse_util.unflatten_dict(flat)
     if self.wrappers:
       fields["wrapper_states"] = _with_string_keys(self.wrapper_states)
-    state: TrainState = fields_lib.extend(TrainState, fields)(
+    own = dict(
       step=self.step[...].astype(jnp.int32),
       apply_fn=None,
       tx=self.tx,
       opt_state=_with_string_keys(self.opt_state),
       wrappers=self.wrappers,
-      **fields,
     )
-    return state
+    return fields_lib.build(TrainState, own | fields)
 
   def set_train_state(self, model: Any, state: TrainState) -> None:
     """Sets the module and the optimizer to a TrainState.

@@ -7,7 +7,7 @@ their wrapper asks for. Everything else is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
 import functools
 import types
@@ -68,19 +68,19 @@ def collections(state: Any) -> dict[str, Any]:
 # -- Classes.
 
 
-def extend(cls: Any, names: Iterable[str]) -> Any:
-  """Returns a subclass of a Flax dataclass with further array fields.
+def build(cls: Any, values: Mapping[str, Any]) -> Any:
+  """Returns an instance of a Flax dataclass, with further array fields.
+
+  Pickle calls it: it could not find an extended class by its name.
 
   Args:
     cls: The dataclass.
-    names: Names of fields; those that `cls` has already are left out.
-
-  Returns:
-    The subclass; the same class for the same fields, because `jax.jit` compiles
-    a function again for a pytree of another class. `cls` if nothing is missing.
+    values: The values of the fields. Names that are no fields of `cls` become
+      array fields of a subclass. It is the same class for the same names,
+      because `jax.jit` compiles again for a pytree of another class.
   """
-  missing = sorted(set(names) - set(fields_by_name(cls)))
-  return _extend(cls, tuple(missing)) if missing else cls
+  missing = sorted(set(values) - set(fields_by_name(cls)))
+  return (_extend(cls, tuple(missing)) if missing else cls)(**values)
 
 
 @functools.cache
@@ -103,14 +103,6 @@ def _extend(cls: Any, names: tuple[str, ...]) -> Any:
   )
 
 
-def rebuild(cls: Any, given: Mapping[str, Any]) -> Any:
-  """Returns an instance of `extend(cls, given)` with these field values.
-
-  Pickle calls it: it could not find the class that `extend` returns by name.
-  """
-  return extend(cls, given)(**given)
-
-
 def plain_state(state: Any) -> Any:
   """Returns a TrainState without its wrappers, as `without_wrappers` does."""
   kept = {
@@ -118,7 +110,7 @@ def plain_state(state: Any) -> Any:
     for name in fields_by_name(type(state))
     if name not in ("wrappers", "wrapper_states")
   }
-  return rebuild(state._base_class or type(state), kept)
+  return build(state._base_class or type(state), kept)
 
 
 # -- First values, and their places.

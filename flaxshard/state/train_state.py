@@ -165,9 +165,8 @@ class TrainState(flax_train_state.TrainState):
     arrays = fields_lib.complete_fields(tx, wrappers, given, mesh)
     if mesh is not None:
       tx = sparse_optimizer.with_parts(tx, arrays["params"])
-    return fields_lib.extend(cls, arrays)(
-      apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
-    )
+    own = dict(apply_fn=apply_fn, tx=tx, wrappers=wrappers)
+    return fields_lib.build(cls, own | static | arrays)
 
   # -- A train step.
 
@@ -632,7 +631,7 @@ class TrainState(flax_train_state.TrainState):
       name: getattr(self, name)
       for name in fields_lib.fields_by_name(type(self))
     }
-    return fields_lib.rebuild, (self._base_class or type(self), fields)
+    return fields_lib.build, (self._base_class or type(self), fields)
 
 
 def check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:

@@ -462,7 +462,8 @@ def test_strategy_run_refuses_an_optimizer():
 
 
 def test_the_call_that_nnx_has_is_a_step_too():
-  (model, optimizer), (other, same) = create(), create()
+  model, optimizer = create(model=linear())
+  other, same = create(model=linear())
   batch = batches(1)[0]
   loss, grads = optimizer.value_and_grad(loss_fn, model, batch)
   want, same_grads = same.value_and_grad(loss_fn)(other, batch)

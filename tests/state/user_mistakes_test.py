@@ -57,12 +57,6 @@ class TakenName(nn.Module):
     return nn.Dense(1)(x)
 
 
-class NeedsTrain(nn.Module):
-  @nn.compact
-  def __call__(self, x, *, train):
-    return nn.Dense(2)(x)
-
-
 class Empty(nnx.Module):
   pass
 
@@ -91,8 +85,7 @@ MISTAKES = [
   (lambda: make(NoParams()), ValueError, ["NoParams", "params"]),
   (lambda: make(Empty()), ValueError, ["Empty", "params"]),
   (lambda: make(TakenName()), ValueError, ["'step'"]),
-  (lambda: make(NeedsTrain()), TypeError, ["train"]),
-  (lambda: make(NeedsTrain(), trian=False), TypeError, ["trian"]),
+  (lambda: make(nn.Dense(1), trian=False), TypeError, ["trian"]),
   (lambda: make(lambda r: Empty(), wrapers=[]), TypeError, ["wrapers"]),
   (lambda: make(nn.Dense(1), rules="fsdp"), ValueError, ["fsdp", "strategy"]),
   (
