@@ -56,27 +56,37 @@ def load(config: Mapping[str, Any]) -> Splits:
     >>> len(splits.train), len(splits.eval), splits.num_classes
     (1437, 360, 10)
   """
-  splits = call_factory(config)
+  splits: Splits = call_factory(config)
   examples.check(f"config.data ({config['name']!r})", splits)
   return splits
 
 
-def call_factory(config: Mapping[str, Any]) -> Splits:
-  """Calls the factory that a config names; checks no example.
+def call_factory(
+  config: Mapping[str, Any], *, shapes_only: bool = False
+) -> Any:
+  """Returns the splits of the factory that a config names, or their shapes.
+
+  No example is checked.
 
   Args:
     config: `config.data`; see `load`.
+    shapes_only: Whether to return the shapes that `shapes_from` gives, if the
+      factory has them.
 
   Raises:
     ValueError, TypeError: As `load`.
   """
-  splits = registry.call("config.data", config, FACTORIES)
-  if not isinstance(splits, Splits):
+  where, factory, arguments = registry.find("config.data", config, FACTORIES)
+  kind: type = Splits
+  if shapes_only and hasattr(factory, _SHAPES):
+    factory, kind = getattr(factory, _SHAPES), Shapes
+  made = registry.construct(where, factory, arguments)
+  if not isinstance(made, kind):
     raise TypeError(
-      f"config.data ({config['name']!r}) must return flaxshard.data.Splits, "
-      f"got {type(splits).__name__}."
+      f"{where} must return flaxshard.data.{kind.__name__}, got "
+      f"{type(made).__name__}."
     )
-  return splits
+  return made
 
 
 def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
@@ -119,20 +129,6 @@ def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
     return factory
 
   return set_shapes
-
-
-def call_factory_for_shapes(config: Mapping[str, Any]) -> Shapes | Splits:
-  """Returns the shapes that `shapes_from` gives, or the data without them.
-
-  Args:
-    config: `config.data`, a checked dict; see `load`.
-  """
-  where, factory, arguments = registry.find("config.data", config, FACTORIES)
-  get_shapes = getattr(factory, _SHAPES, None)
-  if get_shapes is None:
-    return call_factory(config)
-  shapes: Shapes = registry.construct(where, get_shapes, arguments)
-  return shapes
 
 
 def _digits_shapes() -> Shapes:

@@ -115,9 +115,7 @@ def load(
       raise ValueError(
         "config.data is missing: the task has neither load_data nor example."
       )
-    if shapes_only:
-      return factories.call_factory_for_shapes(config.data)
-    return factories.call_factory(config.data)
+    return factories.call_factory(config.data, shapes_only=shapes_only)
 
   adapted = _create(config, read) if task is None else adapt(task)
   if known is not None:
