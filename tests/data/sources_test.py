@@ -69,7 +69,7 @@ def test_a_factory_that_returns_no_splits_raises(factories):
 
 
 def two_numbers(example, rng):
-  return {**example, "inputs": rng.random(2)}
+  return {**example, "inputs": rng.random(2).astype(np.float32)}
 
 
 @pytest.mark.parametrize(
