@@ -9,6 +9,7 @@ devices of a replica get one axis for each prime factor of their number: `m0`,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import itertools
 import math
 from typing import Any
 
@@ -280,10 +281,9 @@ def order_devices(
   Raises:
     ValueError: A replica would lie on more than one slice.
   """
-  by_slice: dict[int, list[Any]] = {}
-  for device in devices:
-    by_slice.setdefault(topology_lib.slice_index(device), []).append(device)
-  slices = [by_slice[index] for index in sorted(by_slice)]
+  number = topology_lib.slice_index
+  by_slice = itertools.groupby(sorted(devices, key=number), number)
+  slices = [list(in_slice) for _, in_slice in by_slice]
   grids = []
   for in_slice in slices:
     if len(in_slice) % num_logical_devices:
@@ -293,7 +293,7 @@ def order_devices(
         "Pass a device_assignment for replicas that lie on several slices."
       )
     shape = (len(in_slice) // num_logical_devices, num_logical_devices)
-    grid = None
+    grid = np.array(in_slice, object)
     if topology_lib.is_tpu(in_slice[0]):
       # JAX knows the torus of each TPU version. Without splitting physical axes
       # it would refuse a replica that takes only a part of one.
@@ -305,7 +305,6 @@ def order_devices(
         # For some large tori, such as 16 x 20 x 28, JAX finds no assignment of
         # the axes (JAX 0.10.2). Neighbors along x are then next to each other.
         in_slice.sort(key=lambda d: (*d.coords[::-1], d.core_on_chip))
-    if grid is None:
-      grid = np.array(in_slice, object).reshape(shape)
-    grids.append(grid)
+        grid = np.array(in_slice, object)
+    grids.append(grid.reshape(shape))
   return np.concatenate(grids)

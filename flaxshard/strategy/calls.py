@@ -44,24 +44,26 @@ class CompiledForms:
   """The compiled forms of one function, by structure of its arguments.
 
   Args:
-    get_function: Returns the function, when a program is traced. It is a weak
-      reference: the cache must not keep the function alive.
     mesh: The strategy's mesh.
     donate_argnums: The positions of arguments that may be overwritten.
     wait: Whether a call blocks until the results are computed.
     loop: Makes a loop over batches from the function that is called, for
       `Strategy.run_steps`.
+
+  Attributes:
+    get_function: Returns the function, when a program is traced. It is a weak
+      reference: the cache must not keep the function alive.
   """
+
+  get_function: Callable[[], Function | None]
 
   def __init__(
     self,
-    get_function: Callable[[], Function | None],
     mesh: jax.sharding.Mesh,
     donate_argnums: Sequence[int] = (),
     wait: bool = False,
     loop: steps_loop.Loop | None = None,
   ):
-    self._get_function = get_function
     self._mesh = mesh
     self._donate_argnums = donate_argnums
     self._wait = wait
@@ -160,7 +162,7 @@ class CompiledForms:
 
   def _function(self) -> Function:
     """Returns the function to trace."""
-    fn = self._get_function()
+    fn = self.get_function()
     assert fn is not None
     return fn if self._loop is None else self._loop(fn)
 
@@ -199,7 +201,9 @@ def compiled_forms(fn: Function, *options: Hashable) -> CompiledForms:
   else:
     programs = _by_function.setdefault(fn, {})
   if options not in programs:
-    programs[options] = CompiledForms(reference, *options)  # type: ignore
+    programs[options] = CompiledForms(*options)  # type: ignore[arg-type]
+  # Of equal functions, the one that is called is alive.
+  programs[options].get_function = reference
   return programs[options]
 
 

@@ -132,3 +132,13 @@ def test_second_run_does_not_compile(get_fn):
 def test_methods_of_two_objects_are_two_functions():
   outs = [STRATEGY.run(Model(x).scale, args=(ONES,)) for x in (2.0, 5.0)]
   assert [float(out[0][0]) for out in outs] == [2.0, 5.0]
+
+
+def test_function_outlives_an_equal_one():
+  first, second = Scale(2.0), Scale(2.0)
+  STRATEGY.run(first, args=(ONES,))
+  double = STRATEGY.jit(second)
+  double(ONES)
+  del first
+  gc.collect()
+  assert float(double(np.ones(4, np.float32))[0][0]) == 2.0
