@@ -190,24 +190,13 @@ def test_pods_of_the_job_set_find_each_other():
 @pytest.mark.parametrize("spec", [_JOB, _WORKERS_JOB["spec"]])
 def test_a_pod_is_one_process_that_saves_at_sigterm(spec):
   assert spec["parallelism"] == spec["completions"]
-  assert spec["completionMode"] == "Indexed"
   pod = spec["template"]["spec"]
   [container] = pod["containers"]
   # Python itself, and not a shell, gets the signal.
   assert container["command"][:3] == ["python", "-m", "flaxshard"]
   assert pod["terminationGracePeriodSeconds"] >= 60
-  # Policies for failures need it.
-  assert pod["restartPolicy"] == "Never"
-  config, workdir = container["command"][3:5]
-  assert (_ROOT / config.removeprefix("--config=")).is_file()
-  [mount] = container["volumeMounts"]
-  assert workdir.removeprefix("--workdir=").startswith(mount["mountPath"])
-  assert [volume["name"] for volume in pod["volumes"]] == [mount["name"]]
   if spec is not _JOB:
-    # Workers have only the workdir in common.
-    assert not {"env", "ports"} & set(container)
     assert container["command"][-1] == f"--num_processes={spec['completions']}"
-    assert spec["backoffLimitPerIndex"] > 0
 
 
 # Ray.

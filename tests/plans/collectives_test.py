@@ -92,6 +92,7 @@ def test_pieces_of_an_asynchronous_collective_count_once():
   ]
   assert {c.axes for c in found} == {("data",)}
   assert {c.network for c in found} == {"ici"}
+  # The innermost frames are Flax's and Optax's.
   assert {c.source.partition(":")[0] for c in found} == {"train.py"}
   scatter = next(c for c in found if c.kind == "reduce-scatter")
   assert scatter.result_bytes == scatter.operand_bytes // 8
