@@ -1,6 +1,7 @@
 """Starts programs `flaxshard` fast: forks of one process that has imported it.
 
-Each has a JAX of its own: the process that forks has not started any.
+Each has a JAX of its own: the process that forks has not started any. What one
+has compiled, the others read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import xla_flags
@@ -77,10 +79,14 @@ class Program:
   def send(self, signum: int) -> None:
     os.kill(self._pid, signum)
 
+  def wait(self, seconds: float = _SECONDS) -> int:
+    """Waits for the end; returns the exit code."""
+    wait_until(lambda: self.has_ended, "end", self, seconds=seconds)
+    return int(self._code.read_text())
+
   def end(self, code: int = 0, seconds: float = _SECONDS) -> str:
     """Waits for the end; returns what it has printed."""
-    wait_until(lambda: self.has_ended, "end", self, seconds=seconds)
-    assert int(self._code.read_text()) == code, self.printed
+    assert self.wait(seconds) == code, self.printed
     return self.printed
 
   def kill(self) -> str:
@@ -96,12 +102,15 @@ class Programs:
 
   def __enter__(self) -> Programs:
     self._started: list[Program] = []
+    self._cache = tempfile.TemporaryDirectory()
     self._server = subprocess.Popen(
       [sys.executable, "-c", _SERVER],
       env={
         **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": self._cache.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(_ROOT),
+        "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'tests'}",
         "XLA_FLAGS": xla_flags.FAST,
       },
       stdin=subprocess.PIPE,
@@ -114,6 +123,7 @@ class Programs:
     self.kill()
     self._server.kill()
     self._server.communicate()
+    self._cache.cleanup()
 
   def kill(self) -> None:
     """Kills what has not ended."""

@@ -171,8 +171,9 @@ class Layout:
       new: The center of the fragment that was committed. Parameters are blended
         with the local ones.
     """
-    found, local = train_states.leaves(state), dict(new.arrays)
+    local = dict(new.arrays)
     if blend := self.agn.transport.blend:
+      found = train_states.leaves(state)
       for path in local.keys() & self.accumulators.keys():
         own = found[train_states.local_path(path)]
         dtype = gradients.accumulator_dtype(own.dtype)

@@ -8,6 +8,7 @@ ones beside them, and sums of gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -48,12 +49,18 @@ def find(state: Any) -> tuple[AGN, AGNState]:
   )
 
 
+# A state has many paths, and is read several times for each commit.
+@functools.lru_cache(maxsize=8)
+def _paths(structure: Any) -> list[str]:
+  """Returns the path of each leaf of a tree structure."""
+  tree = jax.tree.unflatten(structure, range(structure.num_leaves))
+  return [trees.path_string(path) for path in trees.paths(tree)]
+
+
 def leaves(tree: PyTree) -> Arrays:
   """Returns the leaves of a train state, or of another tree, by their paths."""
-  return {
-    trees.path_string(path): x
-    for path, x in jax.tree_util.tree_leaves_with_path(tree)
-  }
+  found, structure = jax.tree.flatten(tree)
+  return dict(zip(_paths(structure), found, strict=True))
 
 
 def with_leaves(state: S, new: Mapping[str, Any]) -> S:
@@ -63,12 +70,14 @@ def with_leaves(state: S, new: Mapping[str, Any]) -> S:
     state: The train state.
     new: Arrays of JAX or NumPy by path.
   """
-
-  def replace(path: trees.Path, x: Any) -> Any:
-    name = trees.path_string(path)
-    return _place(new[name], x) if name in new else x
-
-  return jax.tree_util.tree_map_with_path(replace, state)
+  old, structure = jax.tree.flatten(state)
+  return jax.tree.unflatten(
+    structure,
+    [
+      _place(new[path], x) if path in new else x
+      for path, x in zip(_paths(structure), old, strict=True)
+    ],
+  )
 
 
 def center_leaves(state: TrainState) -> Arrays:

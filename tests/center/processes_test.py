@@ -99,6 +99,10 @@ def wait_for_step(tmp_path, worker_id, step, *programs):
   )
 
 
+def wait_for(program, words):
+  wait_until(lambda: words in program.printed, words, program)
+
+
 def assert_ended(tmp_path, *worker_ids):
   """All workers have saved the final center, in which each commit is once."""
   found = head(tmp_path)
@@ -113,7 +117,7 @@ def assert_ended(tmp_path, *worker_ids):
   )
 
 
-def test_workers_that_are_killed_come_back(start, tmp_path):
+def test_workers_that_are_killed_come_back(start, programs, tmp_path):
   wait_at(tmp_path, 8)
   first = [start(k, _HELD) for k in range(2)]
   wait_for_step(tmp_path, 1, 4, *first)
@@ -121,12 +125,17 @@ def test_workers_that_are_killed_come_back(start, tmp_path):
   wait_at(tmp_path, 16)
   wait_for_step(tmp_path, 0, 12, *first)
   second = start(1, _HELD)
-  wait_until(lambda: "goes on from" in second.printed, "jump", second)
+  wait_for(second, "goes on from")
   first[0].kill()
-  second.kill()
+  second.send(signal.SIGTERM)
+  assert "SIGTERM: saved step" in second.end(code=128 + signal.SIGTERM)
   before = head(tmp_path)
   assert before.versions[0] >= 4 and not before.finished
+  # All are gone. Now a synchronizer merges.
+  synchronizer = programs.start(tmp_path, "--synchronize", "--workdir=run")
+  wait_for(synchronizer, "merging the commits")
   outputs = [x.end() for x in [start(k) for k in range(2)]]
+  assert "the run has ended" in synchronizer.end()
   assert "done: step 26: eval_loss=" in outputs[0]
   assert "Traceback" not in "".join(outputs)
   # The center has gone on: what it had taken is still in it.
@@ -173,24 +182,6 @@ def test_worker_0_that_was_stopped_and_one_that_comes_late_find_the_end(
   assert_ended(tmp_path, 0, 1, 2)
 
 
-def test_a_synchronizer_merges_while_it_lives(programs, start, tmp_path):
-  synchronizer = programs.start(tmp_path, "--synchronize", "--workdir=run")
-
-  def wait_for(words):
-    wait_until(lambda: words in synchronizer.printed, words, synchronizer)
-
-  wait_for("waiting for the first worker")
-  wait_at(tmp_path, 8)
-  workers = [start(k, _HELD) for k in range(2)]
-  wait_for("merging the commits")
-  wait_for_step(tmp_path, 0, 8, *workers)
-  wait_at(tmp_path, _END)
-  for worker in workers:
-    worker.end()
-  assert "the run has ended" in synchronizer.end()
-  assert_ended(tmp_path, 0, 1)
-
-
 def test_mistakes_of_a_synchronizer_are_one_line(programs, tmp_path):
   (tmp_path / "file").write_text("")
   for arguments, words in (
@@ -202,6 +193,6 @@ def test_mistakes_of_a_synchronizer_are_one_line(programs, tmp_path):
     assert words in output
     assert "Traceback" not in output
   waiting = programs.start(tmp_path, "--synchronize", "--workdir=run")
-  wait_until(lambda: "waiting for" in waiting.printed, "message", waiting)
+  wait_for(waiting, "waiting for the first worker")
   waiting.send(signal.SIGTERM)
   waiting.end(code=128 + signal.SIGTERM)

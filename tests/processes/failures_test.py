@@ -29,6 +29,8 @@ for step in range(6):
   if step == 3 and mode == f"exit {index}":
     with failures.share():
       sys.exit(3)
+  if step == 3 and mode == f"interrupt {index}":
+    raise KeyboardInterrupt
   if step == 3 and mode == f"kill {index}":
     os.kill(os.getpid(), signal.SIGKILL)
   if step == 3 and mode == "raise all":
@@ -61,6 +63,7 @@ def _run(mode):
     # The other one is at the end of the program already.
     ("raise 1 late", 1, 1, "ValueError: an error of the user"),
     ("exit 1", 1, 3, "SystemExit: 3"),
+    ("interrupt 1", 1, 130, "KeyboardInterrupt"),
   ],
 )
 def test_failure_ends_all_processes(mode, process, code, text):

@@ -3,19 +3,16 @@
 FAULT is a JSON object:
 
   process  the index of the process that fails
-  place    "training" (after a row of metrics), "save" (while a checkpoint is
-           written) or "data"
-  kind     "kill", "interrupt", "interrupt thrice" or "exception"
+  place    "save" (while a checkpoint is written) or "data"
+  kind     "kill", "interrupt" or "exception"
   workdir  the folder of the run
 
-The fault writes a line `FAULT at <seconds since the epoch>` to standard error.
 """
 
 import json
 import os
 import pathlib
 import signal
-import sys
 import threading
 import time
 
@@ -67,11 +64,10 @@ class _Source(data.Arrays):
 
 
 def after_row(step, state, metrics):
-  """Fails at the second row of this process: a checkpoint exists."""
+  """Begins to look for saves at the second row: a checkpoint exists."""
   del step, state, metrics
   _rows.append(None)
   if len(_rows) == 2:
-    _fail_in("training")
     threading.Thread(target=_fail_in_save, daemon=True).start()
   if len(_rows) >= 2 and _FAULT:
     # JAX looks for signals once a second: few steps until then.
@@ -92,13 +88,6 @@ def _fail_in(place):
     return
   # Threads read the examples: one fault each.
   kind = _FAULT.pop("kind", "exception")
-  print(f"FAULT at {time.time()}", file=sys.stderr, flush=True)
-  if kind == "interrupt thrice":
-    for _ in range(3):
-      os.kill(os.getpid(), signal.SIGINT)
-      # Signals within a second are one request.
-      time.sleep(1.2)
-  elif kind == "exception":
+  if kind == "exception":
     raise KeyError("an injected error")
-  else:
-    os.kill(os.getpid(), _SIGNALS[kind])
+  os.kill(os.getpid(), _SIGNALS[kind])
