@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import itertools
+import logging
 
 import flaxshard as fs
 
@@ -10,6 +11,13 @@ _NUMBERS = itertools.count()
 
 def new_directory():
   return f"memory://tests_{next(_NUMBERS)}"
+
+
+def warnings_of(caplog):
+  """Returns the warnings that were logged."""
+  return [
+    r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING
+  ]
 
 
 class Workers:

@@ -11,11 +11,9 @@ import zlib
 import jax
 import numpy as np
 
+from flaxshard.center import store
 from flaxshard.center import train_states
 from flaxshard.center.layout import Layout
-from flaxshard.center.store import Objects
-from flaxshard.center.store import pack
-from flaxshard.center.store import unpack
 from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
@@ -79,7 +77,7 @@ def _digest(tx: Any, shapes: TrainState) -> str:
   return hashlib.sha256(program.encode()).hexdigest()[:16]
 
 
-def agree(objects: Objects, own: dict[str, Any]) -> None:
+def agree(objects: store.Objects, own: dict[str, Any]) -> None:
   """Writes the facts of a run, or compares them with those that are there.
 
   Args:
@@ -90,7 +88,7 @@ def agree(objects: Objects, own: dict[str, Any]) -> None:
     ValueError: They differ; the message has the path and both values.
   """
   content, generation = objects.read(_KEY)
-  if content is None and objects.write(_KEY, pack(own), generation) is not None:
+  if content is None and objects.write(_KEY, store.pack(own), generation):
     return
   for path, here, there in checks.differences(own, read(objects)):
     raise ValueError(
@@ -100,7 +98,7 @@ def agree(objects: Objects, own: dict[str, Any]) -> None:
     )
 
 
-def read(objects: Objects) -> dict[str, Any] | None:
+def read(objects: store.Objects) -> dict[str, Any] | None:
   """Returns the facts of the run in a store; None before its first worker."""
   content, _ = objects.read(_KEY)
-  return None if content is None else unpack(_KEY, content)
+  return None if content is None else store.unpack(_KEY, content)

@@ -23,12 +23,12 @@ from typing import Any
 from flaxshard.center import commits as commits_lib
 from flaxshard.center import heads
 from flaxshard.center import store
+from flaxshard.center import update
 from flaxshard.center import watch
 from flaxshard.center.commits import Key
 from flaxshard.center.layout import Layout
 from flaxshard.center.members import Members
 from flaxshard.center.members import SYNCHRONIZER
-from flaxshard.center.update import CenterUpdate
 
 _log = logging.getLogger("flaxshard")
 
@@ -50,7 +50,7 @@ class Merger:
 
   Args:
     objects: The store.
-    update: The center's update.
+    layout: The fragments of the center.
     name: The number of this worker as a string, or `SYNCHRONIZER`.
     num_workers: The number of workers, as far as it is known.
 
@@ -62,13 +62,13 @@ class Merger:
   def __init__(
     self,
     objects: store.Objects,
-    update: CenterUpdate,
+    layout: Layout,
     name: str,
     num_workers: int,
   ):
     self._objects = objects
-    self._update = update
-    self._options = update.agn.transport
+    self._layout = layout
+    self._options = layout.agn.transport
     self.members = Members(objects, name, num_workers, self._options)
     self.watch = watch.Watch(self._look)
     # By fragment: since when commits wait for the others, and in which version.
@@ -135,7 +135,7 @@ class Merger:
       return False
     new = [key for key in found if not key.is_in(head)]
     self._objects.delete(str(key) for key in found if key.is_in(head))
-    if self._update.agn.commit != "sequential":
+    if self._layout.agn.commit != "sequential":
       new = self._choose(fragment, head, new, last)
     return bool(new) and self._apply(fragment, center, new)
 
@@ -176,7 +176,9 @@ class Merger:
     good: list[dict[str, Any]] = []
     for key, content in zip(keys, contents, strict=True):
       try:
-        good.append(self._update.decode(fragment, str(key), content or b""))
+        good.append(
+          update.decode(self._layout, fragment, str(key), content or b"")
+        )
       except store.DamagedError as e:
         _log.warning("a commit of worker %s is set aside: %s", key.worker, e)
     # In the order of their steps.
@@ -186,7 +188,7 @@ class Merger:
     if good:
       # The oldest first.
       good.sort(key=lambda commit: commit["version"])
-      center, change = self._update.merge(center, good)
+      center, change = update.merge(self._layout, center, good)
       new = heads.write(self._objects, center, change, taken)
     is_new = heads.replace(self._objects, found, fragment, new)
     if is_new:
@@ -234,8 +236,7 @@ def synchronize(
     StoreError: The store cannot be read or written at the start.
     DamagedError: The center is damaged.
   """
-  update = CenterUpdate(Layout(state))
-  merger = Merger(objects, update, SYNCHRONIZER, num_workers=0)
+  merger = Merger(objects, Layout(state), SYNCHRONIZER, num_workers=0)
   merger.start()
   _log.info("merging the commits of the workers in %s", objects.url)
   try:

@@ -28,155 +28,139 @@ from flaxshard.wrappers import agn as agn_lib
 _NUMBERS = ("steps", "examples", "step", "version")
 
 
-class CenterUpdate:
-  """The update of a center.
+def decode(layout: Layout, fragment: int, key: str, content: bytes) -> Commit:
+  """Returns a commit with decoded arrays, gradients as the mean of its steps.
+
+  Raises:
+    DamagedError: It is damaged, or is no commit of this run.
+  """
+  wanted, sums = layout.arrays_of(fragment), layout.accumulators
+  try:
+    commit = store.unpack(key, content)
+    numbers = {name: float(commit[name]) for name in _NUMBERS}
+    arrays = {
+      path: encoding.decode(x).astype(wanted[path].dtype)
+      for path, x in commit["arrays"].items()
+    }
+    if not (
+      min(numbers["steps"], numbers["examples"]) > 0
+      and np.isfinite([*numbers.values()]).all()
+      and wanted.keys() - sums.keys() <= arrays.keys()
+      and all(x.shape == wanted[path].shape for path, x in arrays.items())
+      and all(np.isfinite(x).all() for x in arrays.values())
+    ):
+      raise ValueError("a number, a shape or an array is wrong")
+  # Whatever it is: nobody else's training ends by it.
+  except Exception as e:
+    raise store.DamagedError(f"{key} is no commit of this run: {e!r}") from e
+  if not layout.agn.commit_delta:
+    for path in sums.keys() & arrays.keys():
+      arrays[path] = arrays[path] / arrays[path].dtype.type(numbers["steps"])
+  return {**numbers, "arrays": arrays}
+
+
+def merge(
+  layout: Layout, center: heads.Center, commits: Sequence[Commit]
+) -> tuple[heads.Center, Arrays]:
+  """Returns the next version of a center.
 
   Args:
-    layout: Its fragments.
+    layout: The fragments of the center.
+    center: The center with its slots.
+    commits: Decoded commits. Sequential ones are applied one by one, others
+      as one, their mean weighted by examples.
 
-  Attributes:
-    layout: Its fragments.
-    agn: The AGN.
+  Returns:
+    The new center; and the change as `heads.add_change` takes it, `{}`
+    without `commit_dtype`.
   """
+  exact = {**center.arrays, **center.slots}
+  for path, x in center.remainders.items():
+    exact[path] = exact[path] + x
+  for committed in _combine(layout, commits):
+    exact = _apply(layout, exact, committed)
+  arrays = {path: exact[path] for path in center.arrays}
+  new = heads.Center(
+    center.fragment,
+    center.version + 1,
+    arrays,
+    {path: exact[path] for path in center.slots},
+    workers=len(commits),
+  )
+  dtype = layout.agn.transport.commit_dtype
+  if dtype is None:
+    return new, {}
+  # Center and workers apply what is encoded, so that they stay equal.
+  sums = center.arrays.keys() & layout.accumulators.keys()
+  change = arrays | {
+    path: encoding.encode(_difference(arrays[path], center.arrays[path]), dtype)
+    for path in sums
+  }
+  decoded = heads.add_change(center.arrays, change)
+  remainders = {p: _difference(arrays[p], decoded[p]) for p in sums}
+  return new._replace(arrays=decoded, remainders=remainders), change
 
-  def __init__(self, layout: Layout):
-    self.layout = layout
-    self.agn = layout.agn
 
-  def decode(self, fragment: int, key: str, content: bytes) -> Commit:
-    """Returns a commit with decoded arrays, gradients as the mean of its steps.
+def _combine(layout: Layout, commits: Sequence[Commit]) -> Iterator[Arrays]:
+  """Yields the gradients and the new values of each update of the center."""
+  if layout.agn.commit == "sequential":
+    yield from (commit["arrays"] for commit in commits)
+    return
+  weights = np.array([c["examples"] for c in commits], np.float64)
+  weights /= weights.sum()
+  factors = weights if layout.agn.commit == "mean" else np.ones(len(commits))
+  combined: Arrays = {}
+  for commit, factor, weight in zip(commits, factors, weights, strict=True):
+    for path, x in commit["arrays"].items():
+      if path in layout.accumulators:
+        part = x * x.dtype.type(factor)
+      else:
+        part = x.astype(np.float32) * np.float32(weight)
+      combined[path] = combined[path] + part if path in combined else part
+  yield {p: x.astype(layout.arrays[p].dtype) for p, x in combined.items()}
 
-    Raises:
-      DamagedError: It is damaged, or is no commit of this run.
-    """
-    layout, sums = self.layout.arrays_of(fragment), self.layout.accumulators
-    try:
-      commit = store.unpack(key, content)
-      numbers = {name: float(commit[name]) for name in _NUMBERS}
-      arrays = {
-        path: encoding.decode(x).astype(layout[path].dtype)
-        for path, x in commit["arrays"].items()
-      }
-      is_valid = (
-        min(numbers["steps"], numbers["examples"]) > 0
-        and np.isfinite([*numbers.values()]).all()
-        and layout.keys() - sums.keys() <= arrays.keys()
-        and all(x.shape == layout[path].shape for path, x in arrays.items())
-        and all(np.isfinite(x).all() for x in arrays.values())
-      )
-    # Whatever it is: nobody else's training ends by it.
-    except Exception as e:
-      raise store.DamagedError(f"{key} is no commit of this run: {e!r}") from e
-    if not is_valid:
-      raise store.DamagedError(f"{key} is no commit of this run.")
-    if not self.agn.commit_delta:
-      for path in sums.keys() & arrays.keys():
-        arrays[path] = arrays[path] / arrays[path].dtype.type(numbers["steps"])
-    return {**numbers, "arrays": arrays}
 
-  def merge(
-    self, center: heads.Center, commits: Sequence[Commit]
-  ) -> tuple[heads.Center, Arrays]:
-    """Returns the next version of a center.
+def _apply(layout: Layout, center: Arrays, committed: Arrays) -> Arrays:
+  """Updates a fragment of the center once.
 
-    Args:
-      center: The center with its slots.
-      commits: Decoded commits. Sequential ones are applied one by one, others
-        as one, their mean weighted by examples.
+  Args:
+    layout: The fragments of the center.
+    center: Its arrays and slots.
+    committed: Gradients, and the new values of other arrays. A parameter
+      without a gradient keeps its value and its slots.
 
-    Returns:
-      The new center; and the change as `heads.add_change` takes it, `{}`
-      without `commit_dtype`.
-    """
-    exact = {**center.arrays, **center.slots}
-    for path, x in center.remainders.items():
-      exact[path] = exact[path] + x
-    for committed in self._combine(commits):
-      exact = self._apply(exact, committed)
-    arrays = {path: exact[path] for path in center.arrays}
-    new = heads.Center(
-      center.fragment,
-      center.version + 1,
-      arrays,
-      {path: exact[path] for path in center.slots},
-      workers=len(commits),
-    )
-    dtype = self.agn.transport.commit_dtype
-    if dtype is None:
-      return new, {}
-    # Center and workers apply what is encoded, so that they stay equal.
-    sums = center.arrays.keys() & self.layout.accumulators.keys()
-    change = arrays | {
-      path: encoding.encode(
-        _difference(arrays[path], center.arrays[path]), dtype
-      )
-      for path in sums
-    }
-    decoded = heads.add_change(center.arrays, change)
-    remainders = {p: _difference(arrays[p], decoded[p]) for p in sums}
-    return new._replace(arrays=decoded, remainders=remainders), change
+  Returns:
+    The new arrays and slots.
+  """
+  grads = {p: x for p, x in committed.items() if p in layout.accumulators}
+  with _on_cpu():
+    new = jax.tree.map(np.asarray, _update(layout, center, grads))
+  return {**center, **committed, **new}
 
-  def _combine(self, commits: Sequence[Commit]) -> Iterator[Arrays]:
-    """Yields the gradients and the new values of each update of the center."""
-    if self.agn.commit == "sequential":
-      yield from (commit["arrays"] for commit in commits)
-      return
-    weights = np.array([c["examples"] for c in commits], np.float64)
-    weights /= weights.sum()
-    factors = weights if self.agn.commit == "mean" else np.ones(len(commits))
-    combined: Arrays = {}
-    for commit, factor, weight in zip(commits, factors, weights, strict=True):
-      for path, x in commit["arrays"].items():
-        if path in self.layout.accumulators:
-          part = x * x.dtype.type(factor)
-        else:
-          part = x.astype(np.float32) * np.float32(weight)
-        combined[path] = combined[path] + part if path in combined else part
-    yield {
-      p: x.astype(self.layout.arrays[p].dtype) for p, x in combined.items()
-    }
 
-  def _apply(self, center: Arrays, committed: Arrays) -> Arrays:
-    """Updates a fragment of the center once.
-
-    Args:
-      center: Its arrays and slots.
-      committed: Gradients, and the new values of other arrays. A parameter
-        without a gradient keeps its value and its slots.
-
-    Returns:
-      The new arrays and slots.
-    """
-    grads = {
-      p: x for p, x in committed.items() if p in self.layout.accumulators
-    }
-    with _on_cpu():
-      new = jax.tree.map(np.asarray, self._update(center, grads))
-    return {**center, **committed, **new}
-
-  # One program for each set of gradients: compiled once in a process.
-  @functools.partial(jax.jit, static_argnums=0)
-  def _update(self, center: Arrays, grads: Arrays) -> Arrays:
-    """Updates parameters and slots; those that are not given are zeros."""
-    shapes = self.layout.shapes
-    param_paths = [*train_states.leaves({"params": shapes.params})]
-    paths = [*param_paths, *self.layout.slots]
-    _, slots = train_states.slots_of(shapes)
-    old = agn_lib.ModelState(shapes.params, slots)
-    leaves, structure = jax.tree.flatten(old)
-    full = [
-      center.get(path, jnp.zeros(x.shape, x.dtype))
-      for path, x in zip(paths, leaves, strict=True)
-    ]
-    new = agn_lib.apply_tx(
-      self.agn.outer_tx or shapes.tx,
-      jax.tree.unflatten(structure, full),
-      jax.tree.unflatten(
-        jax.tree.structure(shapes.params), map(grads.get, param_paths)
-      ),
-    )
-    found = dict(zip(paths, jax.tree.leaves(new), strict=True))
-    return {path: found[path] for path in center if path in found}
+# One program for each set of gradients: compiled once in a process.
+@functools.partial(jax.jit, static_argnums=0)
+def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
+  """Updates parameters and slots; those that are not given are zeros."""
+  shapes = layout.shapes
+  param_paths = [*train_states.leaves({"params": shapes.params})]
+  paths = [*param_paths, *layout.slots]
+  _, slots = train_states.slots_of(shapes)
+  old = agn_lib.ModelState(shapes.params, slots)
+  leaves, structure = jax.tree.flatten(old)
+  full = [
+    center.get(path, jnp.zeros(x.shape, x.dtype))
+    for path, x in zip(paths, leaves, strict=True)
+  ]
+  new = agn_lib.apply_tx(
+    layout.agn.outer_tx or shapes.tx,
+    jax.tree.unflatten(structure, full),
+    jax.tree.unflatten(
+      jax.tree.structure(shapes.params), map(grads.get, param_paths)
+    ),
+  )
+  found = dict(zip(paths, jax.tree.leaves(new), strict=True))
+  return {path: found[path] for path in center if path in found}
 
 
 def _on_cpu() -> Any:

@@ -23,7 +23,6 @@ from flaxshard.center import train_states
 from flaxshard.center.commits import Exchange
 from flaxshard.center.layout import Layout
 from flaxshard.center.merge import Merger
-from flaxshard.center.update import CenterUpdate
 from flaxshard.core import checks
 from flaxshard.processes import cluster
 from flaxshard.wrappers import agn_store
@@ -170,12 +169,11 @@ class Worker:
       )
     warn_of_short_period(self._agn, self.num_workers, "workers")
     self._layout = Layout(state)
-    update = CenterUpdate(self._layout)
     self._objects = store.Objects(self._url)
     own_facts = facts_lib.describe(self._layout, state, facts or {})
     facts_lib.agree(self._objects, own_facts)
     self._merger = Merger(
-      self._objects, update, str(self.worker_id), self.num_workers
+      self._objects, self._layout, str(self.worker_id), self.num_workers
     )
     self._members = self._merger.members
     self._last_step = self.clock = int(own.local_step)

@@ -1,7 +1,6 @@
 """Checkpoints of AGN with a center in a store, and of one kind by the other."""
 
 import functools
-import logging
 
 import center_workers
 import jax
@@ -79,12 +78,6 @@ def restore(path, given, wanted):
     return checkpointer.restore(wanted)
 
 
-def warnings_of(caplog):
-  return [
-    r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING
-  ]
-
-
 def assert_center_equal(given, wanted):
   given, wanted = map(jax.device_get, (given, wanted))
   jax.tree.map(
@@ -114,7 +107,7 @@ def test_resuming_in_mid_period_is_exact(tmp_path, caplog, wrapper):
         group.states = group.settle()
     [wanted] = group.settle()
   tree_equality.assert_trees_equal(found, wanted)
-  assert warnings_of(caplog) == []
+  assert center_workers.warnings_of(caplog) == []
 
 
 def test_one_that_was_left_behind_takes_the_newest_center(tmp_path, caplog):
@@ -129,7 +122,7 @@ def test_one_that_was_left_behind_takes_the_newest_center(tmp_path, caplog):
   tree_equality.assert_trees_equal(state.params, newest.params)
   tree_equality.assert_trees_equal(own.local_params, newest.params)
   assert not any(x.any() for x in jax.tree.leaves(own.grad_accum))
-  [message] = warnings_of(caplog)
+  [message] = center_workers.warnings_of(caplog)
   assert "worker 0 goes on from local step 9, where the others are" in message
 
 
@@ -146,7 +139,7 @@ def test_compiled_commits_of_replicas_continue_in_a_store(tmp_path, caplog):
     own.outer_opt_state[0].trace["w"], saved.outer_opt_state[0].trace["w"]
   )
   assert not own.received.any()
-  [message] = warnings_of(caplog)
+  [message] = center_workers.warnings_of(caplog)
   assert "another state of wrapper 'agn'" in message
   with fs.Worker(center_workers.new_directory(), 0, 1) as worker:
     state = worker.start(restored)
@@ -166,6 +159,6 @@ def test_commits_in_a_store_continue_compiled(tmp_path, caplog, replicas):
   np.testing.assert_array_equal(own.local_params["w"], rows)
   assert own.local_opt_state[0].count.tolist() == [5] * len(rows)
   assert (int(own.local_step), int(own.commits)) == (3, 1)
-  [message] = warnings_of(caplog)
+  [message] = center_workers.warnings_of(caplog)
   assert "another state of wrapper 'agn'" in message
   trained_compiled(restored, 1, replicas)

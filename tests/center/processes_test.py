@@ -128,6 +128,7 @@ def test_workers_that_are_killed_come_back(start, programs, tmp_path):
   wait_for(second, "goes on from")
   first[0].kill()
   second.send(signal.SIGTERM)
+  wait_at(tmp_path, 20)
   assert "SIGTERM: saved step" in second.end(code=128 + signal.SIGTERM)
   before = head(tmp_path)
   assert before.versions[0] >= 4 and not before.finished

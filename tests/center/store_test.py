@@ -168,7 +168,11 @@ def test_a_run_in_a_bucket_of_google_ends_with_one_center(servers):
     "transport": {"deadline": 2.0, "grace": 0.2},
   }
   config = tiny.config(
-    wrappers=(("agn", agn),), precision="float32", mesh={"replica": 2}
+    wrappers=(("agn", agn),),
+    precision="float32",
+    mesh={"replica": 2},
+    eval_every_steps=8,
+    checkpoint_every_steps=8,
   )
   with tiny.importable("store_test", __name__):
     states = [

@@ -28,6 +28,7 @@ MOMENTUM = optax.sgd(0.25, momentum=0.5)
 ONES = np.ones(2, np.float32)
 XS = np.array([0.5, 1.0, 2.0, 4.0], np.float32)
 SCALE = fs.DynamicLossScale(8.0, growth_interval=2)
+OUTER = optax.adam(0.05)
 OPTIMIZERS = agn_problem.OPTIMIZERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:AGN. communication_period")
@@ -108,31 +109,26 @@ def compare(wrapper, tx, opt, *, workers=3, steps=9, outer=None):
 
 
 @pytest.mark.parametrize(
-  ("name", "wrapper"),
+  ("name", "wrapper", "kwargs"),
   [
-    ("momentum", store(3, "sum")),
-    ("adam", store(3, "mean", fragments=3)),
-    ("adam", store(4, fragments=2)),
-    ("clipped", store(4, "mean", fragments=2)),
-    ("momentum", store(4, "mean", fragments=3, delay=3, blend=0.25)),
-    ("sgd", store(3, "mean", True, fragments=3)),
-    ("sgd", store(3)),
+    ("momentum", store(3, "sum"), {}),
+    ("adam", store(3, "mean", fragments=3), {}),
+    ("adam", store(4, fragments=2), {}),
+    ("clipped", store(4, "mean", fragments=2), {}),
+    ("momentum", store(4, "mean", fragments=3, delay=3, blend=0.25), {}),
+    ("momentum", store(3, delay=1, blend=0.5), {"workers": 1}),
+    ("sgd", store(3, "mean", True, fragments=3), {}),
+    ("sgd", store(3), {}),
+    # Streaming DiLoCo.
+    (
+      "adam",
+      store(4, "mean", True, OUTER, fragments=2, delay=1, blend=0.5),
+      {"outer": agn_reference.Adam(0.05), "workers": 2},
+    ),
   ],
 )
-def test_every_step_equals_the_reference(name, wrapper):
-  compare(wrapper, *OPTIMIZERS[name])
-
-
-def test_streaming_diloco_equals_the_reference():
-  wrapper = store(
-    4, "mean", True, optax.adam(0.05), fragments=2, delay=1, blend=0.5
-  )
-  outer = agn_reference.Adam(0.05)
-  compare(wrapper, *OPTIMIZERS["adam"], outer=outer, workers=2)
-
-
-def test_sequential_with_a_delay_equals_the_reference():
-  compare(store(3, delay=1, blend=0.5), *OPTIMIZERS["momentum"], workers=1)
+def test_every_step_equals_the_reference(name, wrapper, kwargs):
+  compare(wrapper, *OPTIMIZERS[name], **kwargs)
 
 
 # Commits.

@@ -1,7 +1,6 @@
 """Worker: mistakes, other facts, damage, and stores that are not reachable."""
 
 import contextlib
-import logging
 import threading
 import time
 
@@ -48,12 +47,6 @@ def train(worker, state, xs):
   return state
 
 
-def messages(caplog):
-  return [
-    r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING
-  ]
-
-
 @pytest.fixture
 def directory():
   return center_workers.new_directory()
@@ -63,22 +56,17 @@ def directory():
 
 
 @pytest.mark.parametrize(
-  ("kwargs", "error", "message"),
+  ("kwargs", "error", "argument"),
   [
-    ({"directory": 3}, TypeError, "PathLike object, not int"),
     ({"worker_id": 2}, ValueError, "process_id=2 must be less than .*=2"),
-    ({"worker_id": -1}, ValueError, "process_id must be"),
     ({"worker_id": 0.5}, TypeError, "process_id must be"),
-    ({"num_workers": 0}, ValueError, "num_processes must be"),
     ({"num_workers": None}, ValueError, "num_processes"),
     ({"start_timeout": 0}, ValueError, "Worker: start_timeout must be"),
   ],
 )
-def test_arguments(kwargs, error, message):
-  with pytest.raises(error, match=message):
-    fs.Worker(
-      **{"directory": "memory://x", "worker_id": 0, "num_workers": 2, **kwargs}
-    )
+def test_arguments(kwargs, error, argument):
+  with pytest.raises(error, match=argument):
+    fs.Worker("memory://x", **{"worker_id": 0, "num_workers": 2, **kwargs})
 
 
 def test_the_number_may_come_from_a_launcher(monkeypatch):
@@ -88,32 +76,34 @@ def test_the_number_may_come_from_a_launcher(monkeypatch):
   assert (worker.worker_id, worker.num_workers) == (1, 3)
 
 
-@pytest.mark.parametrize("call", ["commit", "settle", "finish"])
-def test_calls_in_the_wrong_order(directory, call):
+def test_calls_in_the_wrong_order(directory):
   state = create()
   worker = fs.Worker(directory, 0, 1)
-  with pytest.raises(RuntimeError, match=f"Worker: {call} needs a worker"):
-    getattr(worker, call)(state)
+
+  def check_calls():
+    for call in ("commit", "settle", "finish"):
+      with pytest.raises(RuntimeError, match=f"Worker: {call} needs a worker"):
+        getattr(worker, call)(state)
+
+  check_calls()
   with worker:
     worker.start(state)
     with pytest.raises(RuntimeError, match="start was called before"):
       worker.start(state)
   assert worker.is_closed
-  with pytest.raises(RuntimeError, match=f"Worker: {call} needs a worker"):
-    getattr(worker, call)(state)
+  check_calls()
 
 
 @pytest.mark.parametrize(
-  ("create", "error", "message"),
+  ("create", "message"),
   [
-    (lambda: {"w": 1}, ValueError, r"store', got \[\]"),
-    (lambda: create(fs.EMA()), ValueError, r"store', got \['ema'\]"),
-    (lambda: create(fs.AGN(2)), ValueError, r"store', got \['agn'\]"),
-    (lambda: create(agn(quorum=3)), ValueError, "quorum=3 must be at most num"),
+    (lambda: {"w": 1}, r"store', got \[\]"),
+    (lambda: create(fs.AGN(2)), r"store', got \['agn'\]"),
+    (lambda: create(agn(quorum=3)), "quorum=3 must be at most num"),
   ],
 )
-def test_states_that_cannot_be_committed(directory, create, error, message):
-  with pytest.raises(error, match=message):
+def test_states_that_cannot_be_committed(directory, create, message):
+  with pytest.raises(ValueError, match=message):
     fs.Worker(directory, 0, 2).start(create())
 
 
@@ -132,7 +122,7 @@ def test_should_stop_ends_every_wait(directory, caplog, monkeypatch):
     directory, 0, 2, start_timeout=0.2, should_stop=stops.is_set
   ) as worker:
     state = worker.start(create(agn(grace=30, deadline=60)))
-    assert "the run begins without it" in messages(caplog)[0]
+    assert "the run begins without it" in center_workers.warnings_of(caplog)[0]
     threading.Timer(0.2, stops.set).start()
     start = time.monotonic()
     worker.finish(worker.settle(train(worker, state, [1, 1])))
@@ -235,20 +225,26 @@ BAD = {
 }
 
 
+def write_foreign(directory, content, name="1-other"):
+  """Writes a commit of local step 1 that no worker has made."""
+  folder = directory / "center" / "commit" / "0" / name
+  folder.mkdir(parents=True)
+  (folder / "000000001").write_bytes(content)
+  return folder
+
+
 @pytest.mark.parametrize("commit", ["mean", "sequential"])
 def test_a_malformed_commit_is_set_aside(tmp_path, caplog, commit):
   stats = {"m": np.zeros(2, np.float32)}
   with fs.Worker(str(tmp_path), 0, 1) as worker:
     state = worker.start(create(agn(commit=commit), stats=stats))
     for k, content in enumerate(BAD.values()):
-      folder = tmp_path / "center" / "commit" / "0" / f"{7 + k}-foreign"
-      folder.mkdir(parents=True)
-      (folder / "000000001").write_bytes(content)
+      folder = write_foreign(tmp_path, content, f"{7 + k}-foreign")
     (folder / "no number").write_bytes(b"a")
     state = worker.finish(train(worker, state, [1, 1, 2, 2]))
   assert float(state.params["b"]) == 8 - 1 - 2
   np.testing.assert_array_equal(state.stats["m"], stats["m"])
-  aside = [x for x in messages(caplog) if "is set aside" in x]
+  aside = [x for x in center_workers.warnings_of(caplog) if "is set aside" in x]
   assert len(aside) == len(BAD), aside
   for k in range(len(BAD)):
     key = f"a commit of worker {7 + k} is set aside: commit/0/{7 + k}-foreign/"
@@ -259,9 +255,7 @@ def test_a_good_commit_of_another_is_merged(tmp_path):
   with fs.Worker(str(tmp_path), 0, 1) as worker:
     stats = {"m": np.zeros(2, np.float32)}
     state = worker.start(create(agn(commit="sum"), stats=stats))
-    folder = tmp_path / "center" / "commit" / "0" / "1-other"
-    folder.mkdir(parents=True)
-    (folder / "000000001").write_bytes(store.pack(GOOD))
+    write_foreign(tmp_path, store.pack(GOOD))
     state = worker.finish(train(worker, state, [1, 1]))
   assert float(state.params["b"]) == 8 - 2 - 1
   # The mean, weighted by examples: two beside the two of this worker.
@@ -420,7 +414,7 @@ def test_training_goes_on_without_the_store(directory, cable, caplog):
     state = worker.finish(train(worker, state, [9, 1]))
   # A commit is the mean of its six steps.
   assert float(state.params["b"]) == 8 - 1 - 3 - 6
-  found = messages(caplog)
+  found = center_workers.warnings_of(caplog)
   assert [x for x in found if "now: no route" in x]
   assert [x for x in found if "goes on alone: its commit of local step 4" in x]
   assert [x for x in found if " again, after" in x]

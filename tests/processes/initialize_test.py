@@ -33,17 +33,12 @@ def test_one_process_opens_no_port(caplog, monkeypatch):
   assert "one process: no cluster variables are set" in caplog.messages[0]
 
 
-@pytest.mark.parametrize(
-  "name", ["heartbeat_timeout", "initialization_timeout"]
-)
-def test_invalid_timeouts_raise(name):
-  with pytest.raises(ValueError, match=name):
-    fs.initialize(**{name: 0})
-
-
-def test_call_after_jax_has_started_raises():
+def test_mistakes():
+  for name in ("heartbeat_timeout", "initialization_timeout"):
+    with pytest.raises(ValueError, match=name):
+      fs.initialize(**{name: 0})
   jax.devices()
-  with pytest.raises(RuntimeError, match="before any JAX calls"):
+  with pytest.raises(RuntimeError):
     fs.initialize("127.0.0.1:1", 2, 0)
   assert not jax.distributed.is_initialized()
 
