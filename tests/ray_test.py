@@ -66,8 +66,8 @@ def test_invalid_argument_raises_before_ray_starts(
 
 
 @pytest.fixture(scope="module")
-def cluster():
-  """A local Ray cluster of two CPUs."""
+def cluster(tmp_path_factory):
+  """A local Ray cluster of two CPUs, whose workers compile a program once."""
   ray = pytest.importorskip(
     "ray", reason="needs Ray: pip install 'flaxshard[ray]'"
   )
@@ -80,6 +80,8 @@ def cluster():
       object_store_memory=100 * 2**20,
       runtime_env={
         "env_vars": {
+          "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax")),
+          "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
           "JAX_PLATFORMS": "cpu",
           "PYTHONPATH": f"{_TESTS}{os.pathsep}{_TESTS.parent}",
           # Those of the tests make eight devices in each process.

@@ -18,24 +18,14 @@ pytestmark = pytest.mark.slow
 
 _CONFIG = """
 import time
-import ml_collections
+import tiny
 
 def get_config():
-  return ml_collections.ConfigDict(dict(
-    model={"name": "cnn", "features": (), "dense": 8},
-    data={"name": "digits"},
-    batch_size=16,
-    num_train_steps=26,
-    learning_rate=1e-2,
-    precision="float32",
-    wrappers=(("agn", dict(
-      communication_period=2, commit="sequential",
-      transport={"deadline": 4.0, "grace": 2.0})),),
-    log_every_steps=1,
-    eval_every_steps=26,
-    checkpoint_every_steps=6,
-    writer="none",
-  ))
+  agn = dict(communication_period=2, commit="sequential",
+             transport={"deadline": 4.0, "grace": 2.0})
+  return tiny.config(
+    wrappers=(("agn", agn),), precision="float32", num_train_steps=26,
+    log_every_steps=1, eval_every_steps=26, checkpoint_every_steps=6)
 
 def wait(step, state, metrics):
   while step >= int(open("last").read()):

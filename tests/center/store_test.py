@@ -101,7 +101,7 @@ def test_objects_of_unique_names(url):
   assert one.keys("center/0/") == ["center/0/1-a", "center/0/2-b"]
   assert one.keys("c") == ["center/0/1-a", "center/0/2-b", "center/10/1"]
   assert one.keys("commit/") == one.read_all([]) == []
-  one.write_all({f"slots/1/{k}": b"" for k in ("1-a", "1-b", "1-c", "2")})
+  one.write_all({f"slots/1/{k}": b"x" for k in ("1-a", "1-b", "1-c", "2")})
   one.delete_before("slots/1/1-b")
   assert one.keys("slots/") == [
     f"slots/{x}" for x in ("0/1", "1/1-b", "1/1-c", "1/2")

@@ -13,24 +13,15 @@ pytestmark = pytest.mark.slow
 
 # With dropout: the random streams of workers are those of replicas.
 _CONFIG = """
-import ml_collections
+import tiny
 
 def get_config():
-  return ml_collections.ConfigDict(dict(
+  agn = dict(communication_period=4, commit="mean", transport="store")
+  return tiny.config(
     model={"name": "cnn", "features": (), "dense": 8, "dropout": 0.5},
-    data={"name": "digits"},
-    batch_size=16,
-    num_train_steps=14,
-    learning_rate=1e-2,
-    precision="float32",
-    wrappers=(("agn", dict(communication_period=4, commit="mean",
-                           transport="store")),),
-    mesh={"replica": -1, "per_replica": True},
-    log_every_steps=2,
-    eval_every_steps=14,
-    checkpoint_every_steps=6,
-    writer="none",
-  ))
+    wrappers=(("agn", agn),), mesh={"replica": -1, "per_replica": True},
+    precision="float32", num_train_steps=14, eval_every_steps=14,
+    checkpoint_every_steps=6)
 """
 
 
