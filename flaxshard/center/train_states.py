@@ -54,7 +54,8 @@ def find(state: Any) -> tuple[AGN, AGNState]:
 def _paths(structure: Any) -> list[str]:
   """Returns the path of each leaf of a tree structure."""
   tree = jax.tree.unflatten(structure, range(structure.num_leaves))
-  return [trees.path_string(path) for path in trees.paths(tree)]
+  found = jax.tree_util.tree_leaves_with_path(tree)
+  return [trees.path_string(path) for path, _ in found]
 
 
 def leaves(tree: PyTree) -> Arrays:
