@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -71,19 +73,17 @@ def test_a_skipped_step_changes_nothing_but_the_loss_scale(scale_first, commit):
     if i == 1:  # one replica overflows: no replica takes the step
       before = state
       state = run(state, BAD)
-      for a, b in zip(
-        jax.tree.leaves((before.params, agn(before), before.step)),
-        jax.tree.leaves((state.params, agn(state), state.step)),
-        strict=True,
-      ):
-        np.testing.assert_array_equal(a, b)
+      assert_trees_equal(
+        (before.params, agn(before), before.step),
+        (state.params, agn(state), state.step),
+      )
       scale = state.wrapper_states["loss_scale"]
       assert (float(scale.scale), int(scale.skipped_steps)) == (4.0, 1)
     state, plain = run(state), run(plain)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+    assert_trees_close(
       (state.params, state.opt_state, agn(state), state.step),
       (plain.params, plain.opt_state, agn(plain), plain.step),
+      rtol=1e-6,
     )
   # A commit, which updates the center too, counts as one good step.
   scale = state.wrapper_states["loss_scale"]
@@ -112,7 +112,7 @@ def test_a_skipped_step_adds_nothing():
   infinite = {"w": jnp.full(6, jnp.inf), "b": jnp.float32(jnp.inf)}
   state = jitted(before, infinite)
   np.testing.assert_array_equal(agn(state).grad_accum["w"], np.ones((1, 6)))
-  jax.tree.map(np.testing.assert_array_equal, agn(state), agn(before))
+  assert_trees_equal(agn(state), agn(before))
   # No applied step of the period had a gradient of b: it does not decay.
   state = jitted(state, grads)
   assert int(agn(state).commits) == 1
@@ -231,9 +231,9 @@ def test_gradients_by_hand_are_not_reduced_before_a_commit():
   for _ in range(3):
     state = run(state)
     other = reduce(other, x)
-  jax.tree.map(np.testing.assert_array_equal, agn(state), agn(other))
+  assert_trees_equal(agn(state), agn(other))
   skipping = FOUR.run(lambda s, x: by_hand(s, x, True), args=(other, x))
-  jax.tree.map(np.testing.assert_array_equal, agn(run(other)), agn(skipping))
+  assert_trees_equal(agn(run(other)), agn(skipping))
 
 
 # Leaves without a gradient, and unusual trees.

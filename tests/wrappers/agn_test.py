@@ -12,33 +12,18 @@ import pytest
 
 import flaxshard as fs
 
-
-@pytest.mark.filterwarnings("ignore:AGN. communication_period")
-@pytest.mark.parametrize(
-  ("name", "commit"),
-  [
-    ("momentum", "sequential"),
-    ("clipped", "sequential"),
-    ("clipped", "sum"),
-  ],
-)
-def test_every_step_equals_the_reference_on_eight_replicas(name, commit):
-  agn_problem.compare(fs.AGN(3, commit=commit), *agn_problem.OPTIMIZERS[name])
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_every_step_equals_the_reference_on_few_replicas(replicas):
-  agn_problem.compare(
-    fs.AGN(2), *agn_problem.OPTIMIZERS["adam"], replicas=replicas, steps=5
-  )
-
-
 MOMENTUM = dict(momentum=0.9, nesterov=True)
 
 
+@pytest.mark.filterwarnings("ignore:AGN. communication_period")
 @pytest.mark.parametrize(
   ("wrapper", "name", "outer", "sizes"),
   [
+    (fs.AGN(3), "momentum", None, {}),
+    (fs.AGN(3), "clipped", None, {}),
+    (fs.AGN(3, "sum"), "clipped", None, {}),
+    (fs.AGN(2), "adam", None, dict(replicas=1, steps=5)),
+    (fs.AGN(2), "adam", None, dict(replicas=3, steps=5)),
     # Local SGD: the center is the mean of the local parameters.
     (
       fs.AGN(3, "mean", commit_delta=True, outer_tx=optax.sgd(1.0)),
@@ -74,11 +59,11 @@ MOMENTUM = dict(momentum=0.9, nesterov=True)
     ),
   ],
 )
-def test_deltas_and_outer_optimizers(wrapper, name, outer, sizes):
+def test_every_step_equals_the_reference(wrapper, name, outer, sizes):
   state = agn_problem.compare(
     wrapper, *agn_problem.OPTIMIZERS[name], outer=outer, **sizes
   )
-  if name == "adam":
+  if outer and name == "adam":
     # The state of `tx` for the center is not used.
     assert int(state.opt_state[0].count) == 0
 
