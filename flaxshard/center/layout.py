@@ -55,7 +55,7 @@ class Layout:
     self.shapes = jax.eval_shape(lambda x: x, state)
     self.agn, own = train_states.find(self.shapes)
     params = self.shapes.params
-    if opt_state_lib.optimized_params(params) is not params:
+    if gradients.optimized_params(params) is not params:
       raise ValueError(
         "AGN: layers in fp8, whose statistics are no gradients, need "
         "transport='compiled'."

@@ -11,7 +11,7 @@ A tree of gradients is a tree like the parameters. A leaf is one of:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import functools
 from typing import Any
 
@@ -47,6 +47,17 @@ def is_statistic(path: trees.Path) -> bool:
   return bool(path) and path[0] == jax.tree_util.DictKey(
     OVERWRITE_WITH_GRADIENT
   )
+
+
+def optimized_params(params: PyTree) -> PyTree:
+  """Returns the parameters that Flax passes to the optimizer.
+
+  These are all parameters, without Flax's overwrite-with-gradient collection
+  (the statistics of fp8 layers) if there is one.
+  """
+  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+    return params["params"]
+  return params
 
 
 def accumulator_dtype(dtype: Any) -> Any:

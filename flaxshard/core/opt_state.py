@@ -9,28 +9,17 @@ from collections.abc import Mapping
 import inspect
 from typing import Any
 
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import gradients
 from flaxshard.core import trees
 
 PyTree = Any
 Path = trees.Path
 P = jax.sharding.PartitionSpec
-
-
-def optimized_params(params: PyTree) -> PyTree:
-  """Returns the parameters that Flax passes to the optimizer.
-
-  These are all parameters, without Flax's overwrite-with-gradient collection
-  (the statistics of fp8 layers) if there is one.
-  """
-  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
-    return params["params"]
-  return params
 
 
 def init(tx: Any, params: PyTree) -> PyTree:
@@ -49,7 +38,7 @@ def init(tx: Any, params: PyTree) -> PyTree:
       "params must not be a pair for optax.lookahead. Give params.fast, and "
       "EMA or AGN(outer_tx=...) as a wrapper, which keep slow parameters."
     )
-  return tx.init(optimized_params(params))
+  return tx.init(gradients.optimized_params(params))
 
 
 def check_tx(tx: Any, argument: str = "tx") -> None:
@@ -120,12 +109,12 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     >>> specs(state, params, {"w": P("replica")})[0].trace
     {'w': P('replica',)}
   """
-  optimized = optimized_params(params)
+  optimized = gradients.optimized_params(params)
   by_path = {
     path: (tuple(p.shape), spec)
     for (path, p), spec in zip(
       jax.tree_util.tree_leaves_with_path(optimized),
-      jax.tree.leaves(optimized_params(param_specs)),
+      jax.tree.leaves(gradients.optimized_params(param_specs)),
       strict=True,
     )
   }

@@ -73,7 +73,7 @@ def update(
       params,
       grads,
     )
-  optimized = opt_state_lib.optimized_params(params)
+  optimized = gradients.optimized_params(params)
   has_statistics = optimized is not params
   updates, new_state = tx.update(
     grads["params"] if has_statistics else grads, opt_state, optimized, **extra
@@ -106,7 +106,7 @@ def keep(
 
   (old_params, old_state), (new_params, new_state) = old, new
   params = jax.tree.map(choose, is_kept, old_params, new_params)
-  optimized = opt_state_lib.optimized_params
+  optimized = gradients.optimized_params
   kept = dict(jax.tree_util.tree_leaves_with_path(optimized(is_kept)))
   # None: leaves such as step counts belong to no parameter.
   parameters = opt_state_lib.parameters_of(old_state, optimized(old_params))

@@ -16,7 +16,6 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
 
@@ -309,7 +308,7 @@ def _mask(patterns: tuple[str, ...], params: PyTree) -> PyTree:
   """Returns which parameters of a train state match a pattern."""
   # Of the collections of Flax's fp8 layers the optimizer sees one. The other
   # has scaling factors, whose new values come as gradients.
-  is_fp8 = opt_state_lib.optimized_params(params) is not params
+  is_fp8 = gradients.optimized_params(params) is not params
 
   def matches(path: trees.Path, _: Any) -> bool:
     if is_fp8 and gradients.is_statistic(path):

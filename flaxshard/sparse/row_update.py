@@ -141,7 +141,7 @@ def parts_of(params: PyTree) -> Parts:
     params: The parameters of a train state: arrays or `jax.ShapeDtypeStruct`s
       with their shardings. The paths are those that the optimizer knows.
   """
-  optimized = opt_state_lib.optimized_params(params)
+  optimized = gradients.optimized_params(params)
   return _parts(
     (path, x.sharding.spec, x.sharding.mesh.shape)
     for path, x in jax.tree_util.tree_leaves_with_path(optimized)

@@ -15,6 +15,7 @@ import jax
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -257,7 +258,7 @@ def _names(slots: list[Slot]) -> list[str]:
 def _find_slots(state: Any) -> list[Slot]:
   """Returns the slots of a train state, in the order of its states."""
   known = state.params
-  optimized = opt_state_lib.optimized_params(known)
+  optimized = gradients.optimized_params(known)
   if optimized is not known:
     # Beside the statistics of fp8 layers, optimizers see the parameters alone.
     known = {**known, **optimized}

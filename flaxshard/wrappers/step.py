@@ -240,9 +240,7 @@ def update(
   grads = _check_gradients(tx, target.params, grads)
   context = replica_context.get_replica_context()
   is_local = stack.has_local_updates(wrappers)
-  if context is None:
-    grads = rows.gather_over_mesh(grads)
-  elif reduction is not None and not is_local:
+  if context is not None and reduction is not None and not is_local:
     extra = replica_context.mean_extra_args(extra)
 
   def apply_tx(target: base.Target, grads: PyTree) -> base.Target:
@@ -265,14 +263,16 @@ def update(
 
   # What gradients pass through, from the outside to the optimizer.
   layers = [functools.partial(_apply_wrapper, w) for w in wrappers]
-  layers.insert(0, functools.partial(_apply_dense, wrappers))
+  if indexed_slices.find(grads):
+    layers.insert(0, functools.partial(_apply_rows, wrappers))
   if context is not None and reduction is None:
     layers.insert(0, functools.partial(_apply_reduced, None))
   elif context is not None and not stack.reduces_gradients(wrappers):
-    kinds = ["", *(w.reduces for w in wrappers)]
     # Before all others: a reduced gradient carries the NaN of any replica to
     # all of them, so that LossScale needs no collective of its own.
-    position = kinds.index("inside") + 1 if "inside" in kinds else 0
+    position, kinds = 0, [w.reduces for w in wrappers]
+    if "inside" in kinds:
+      position = len(layers) - len(wrappers) + kinds.index("inside") + 1
     layers.insert(position, functools.partial(_apply_reduced, reduction))
   apply: base.Next = apply_tx
   for layer in reversed(layers):
@@ -300,9 +300,12 @@ def _apply_wrapper(
   return target._replace(wrapper_states=states)
 
 
-def _apply_dense(
+def _apply_rows(
   wrappers: Wrappers, next: base.Next, target: base.Target, grads: PyTree
 ) -> base.Target:
+  """Applies gradients, some of which are rows of tables."""
+  if replica_context.get_replica_context() is None:
+    grads = rows.gather_over_mesh(grads)
   return next(target, _to_dense_unless_taken(wrappers, "apply", grads))
 
 
