@@ -34,21 +34,17 @@ def ray_train():
 
 @pytest.mark.slow  # needs Ray, which the slow tests install
 @pytest.mark.parametrize(
-  ("changed", "error", "message"),
+  ("changed", "message"),
   [
-    ({"workdir": "runs/digits"}, ValueError, "workdir .* absolute"),
-    ({"workdir": None}, TypeError, "NoneType"),
-    ({"workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
-    ({"config": {"batch_size": 0}}, ValueError, "config"),
-    ({"config": _AGN, "workers": (1, 2)}, ValueError, r"workers=\(1, 2\)"),
-    ({"config": _AGN, "workers": 1, "use_tpu": True}, ValueError, "tpu=True"),
-    ({"config": _AGN, "workers": 3}, ValueError, "batch_size=16 .* 3 workers"),
-    ({"config": _AGN, "workdir": "runs/digits"}, ValueError, "absolute"),
+    ({"workdir": "runs/digits"}, "workdir .* absolute"),
+    ({"workers": 0}, "num_workers must be at least 1, got 0"),
+    ({"config": {"batch_size": 0}}, "config"),
+    ({"config": _AGN, "workers": (1, 2)}, r"workers=\(1, 2\)"),
+    ({"config": _AGN, "workers": 1, "use_tpu": True}, "tpu=True"),
+    ({"config": _AGN, "workers": 3}, "batch_size=16 .* 3 workers"),
   ],
 )
-def test_invalid_argument_raises_before_ray_starts(
-  ray_train, changed, error, message
-):
+def test_invalid_argument_raises_before_ray_starts(ray_train, changed, message):
   import ray
 
   changed = dict(changed)
@@ -60,7 +56,7 @@ def test_invalid_argument_raises_before_ray_starts(
     "workdir": "/tmp/run",
     "scaling_config": workers,
   }
-  with pytest.raises(error, match=message):
+  with pytest.raises(ValueError, match=message):
     flaxshard.ray.fit(**{**arguments, **changed})
   assert not ray.is_initialized()
 

@@ -7,6 +7,7 @@ gradients, and with those of the last fragment the values of others.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -106,17 +107,18 @@ class Layout:
     """
     found = train_states.leaves(state)
     version = int(train_states.find(state)[1].versions[fragment])
+
+    def copy(paths: Iterable[str]) -> Arrays:
+      # The state may be donated.
+      return {path: np.array(found[path]) for path in paths}
+
     own_slots = [
       path
       for path, owner in self.slots.items()
       if slots and owner in (None, fragment)
     ]
-    # Copies: the state may be donated.
-    arrays, own = (
-      {path: np.array(found[path]) for path in paths}
-      for paths in (self.arrays_of(fragment), own_slots)
-    )
-    return Center(fragment, version, arrays, own)
+    arrays = copy(self.arrays_of(fragment))
+    return Center(fragment, version, arrays, copy(own_slots))
 
   def take(self, state: S, fragment: int) -> tuple[S, Commit]:
     """Takes a commit out of the accumulators.

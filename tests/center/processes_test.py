@@ -176,7 +176,7 @@ def test_worker_0_that_was_stopped_and_one_that_comes_late_find_the_end(
 def test_mistakes_of_a_synchronizer_are_one_line(programs, tmp_path):
   (tmp_path / "file").write_text("")
   for arguments, words in (
-    ([], "--synchronize needs --workdir"),
+    ([], "--workdir is missing"),
     (["--workdir=file/run"], "file/run' cannot be written: "),
   ):
     program = programs.start(tmp_path, "--synchronize", *arguments)
