@@ -92,11 +92,7 @@ def _paths() -> dict[str, pathlib.Path]:
   # The wheel has them in the package; in a checkout they stand beside it.
   packaged = _PACKAGE / "configs"
   folder = packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
-  return {
-    path.stem: path
-    for path in sorted(folder.glob("*.py"))
-    if not path.stem.startswith("_")
-  }
+  return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
 def _load(place: str) -> dict[str, Any]:
