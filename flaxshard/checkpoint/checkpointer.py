@@ -441,8 +441,7 @@ class Checkpointer:
         is called afterwards, to begin reading ahead.
 
     Returns:
-      The restored state, with arrays for all leaves. A per-replica collection
-      was saved as one (see `TrainState.without_wrappers`); all replicas get it.
+      The restored state, with arrays for all leaves.
 
     Raises:
       TypeError: `state` is not a `TrainState`.

@@ -2,6 +2,7 @@
 
 import os
 
+import checkpoint_states as states
 from flax.training import train_state as flax_train_state
 import jax.numpy as jnp
 import numpy as np
@@ -10,17 +11,7 @@ import pytest
 
 import flaxshard as fs
 
-TX = optax.adam(0.1)
-SCALED = [fs.LossScale("dynamic")]
-
-
-def create(params=None, tx=TX, wrappers=SCALED):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.ones(3)} if params is None else params,
-    tx=tx,
-    wrappers=wrappers,
-  )
+create = states.weights
 
 
 def with_leaf(leaf):
@@ -35,7 +26,7 @@ def deleted():
 
 def flax_state():
   return flax_train_state.TrainState.create(
-    apply_fn=None, params={"w": jnp.ones(3)}, tx=TX
+    apply_fn=None, params={"w": jnp.ones(3)}, tx=states.TX
   )
 
 
@@ -98,7 +89,7 @@ MISTAKES = [
     ValueError,
     ["state.step is 5, 0"],
   ),
-  (save(lambda: create({"w": jnp.ones(2)}), 3), ValueError, ["params/w"]),
+  (save(lambda: create(size=2), 3), ValueError, ["params/w"]),
   (save(lambda: create(wrappers=[]), 3), ValueError, ["loss_scale/"]),
   (save(create, metrics={"loss": "a"}), TypeError, ["metrics['loss']", "'a'"]),
   (open_with(max_to_keep=0), ValueError, ["max_to_keep", "0"]),
@@ -149,7 +140,7 @@ MISTAKES = [
   (restore(step=-1), ValueError, ["step", "-1"]),
   (restore("digits/checkpoints/3", 12), ValueError, ["checkpoints/3"]),
   (
-    restore(state=lambda: create({"w": jnp.ones(2)})),
+    restore(state=lambda: create(size=2)),
     ValueError,
     ["checkpoints/12", "params/w", "(3,)", "(2,)"],
   ),
@@ -159,7 +150,7 @@ MISTAKES = [
     ["opt_state/0/count", "nothing is expected"],
   ),
   (
-    restore(state=lambda: create(tx=optax.chain(optax.identity(), TX))),
+    restore(state=lambda: create(tx=optax.chain(optax.identity(), states.TX))),
     ValueError,
     ["opt_state/1/0/count", "missing"],
   ),
