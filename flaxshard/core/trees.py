@@ -118,48 +118,36 @@ def check_arrays(argument: str, tree: PyTree) -> None:
       )
 
 
-def integer_overflow(x: Any) -> str | None:
-  """Returns which integers JAX would wrap around, in a sentence, or None.
+def check_integers(argument: str, x: Any) -> None:
+  """Raises a ValueError if JAX would wrap integers of an array around.
 
   JAX casts int64 to int32 without a check, unless `jax_enable_x64` is set.
 
   Args:
-    x: An array or a number. A JAX array has been cast already: None.
+    argument: Name of the array, for the error message.
+    x: An array or a number. A JAX array has been cast already.
 
   Example:
-    >>> integer_overflow(np.array([1, 2**31]))
-    'is int64 with values from 1 to 2147483648, which do not fit int32: cast \
-it, or set jax_enable_x64.'
+    >>> check_integers("x", np.array([1, 2**31]))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: x is int64 with values from 1 to 2147483648, which do not fit...
   """
   if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or not np.size(x):
-    return None
+    return
   # An int that no integer of NumPy can hold is an object.
   x = np.asarray(x)
   if x.dtype.kind not in "iuO":
-    return None
+    return
   dtype = jnp.dtype(int) if x.dtype.kind == "O" else x.dtype.newbyteorder("=")
   dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
   if x.dtype.kind != "O" and dtype.itemsize == x.dtype.itemsize:
-    return None
+    return
   low, high, allowed = int(x.min()), int(x.max()), np.iinfo(dtype)
-  if allowed.min <= low and high <= allowed.max:
-    return None
-  return (
-    f"is {x.dtype} with values from {low} to {high}, which do not fit {dtype}: "
-    "cast it, or set jax_enable_x64."
-  )
-
-
-def check_integers(argument: str, x: Any) -> None:
-  """Raises a ValueError if JAX would wrap integers of an array around.
-
-  Args:
-    argument: Name of the array, for the error message.
-    x: An array or a number; see `integer_overflow`.
-  """
-  overflow = integer_overflow(x)
-  if overflow is not None:
-    raise ValueError(f"{argument} {overflow}")
+  if low < allowed.min or high > allowed.max:
+    raise ValueError(
+      f"{argument} is {x.dtype} with values from {low} to {high}, which do not "
+      f"fit {dtype}: cast it, or set jax_enable_x64."
+    )
 
 
 def first_difference(given: PyTree, wanted: PyTree) -> str | None:

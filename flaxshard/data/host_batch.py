@@ -137,6 +137,5 @@ def _check_leaf(where: str, x: Any) -> Array:
       f"{where} is a scalar: every leaf must be an array whose leading "
       "dimension is the batch."
     )
-  if overflow := trees.integer_overflow(x):
-    raise ValueError(f"{where} {overflow}")
+  trees.check_integers(where, x)
   return x
