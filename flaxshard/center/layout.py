@@ -110,7 +110,7 @@ class Layout:
 
     def copy(paths: Iterable[str]) -> Arrays:
       # The state may be donated.
-      return {path: np.array(found[path]) for path in paths}
+      return {p: np.array(train_states.key_data(found[p])) for p in paths}
 
     own_slots = [
       path

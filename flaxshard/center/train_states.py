@@ -112,6 +112,11 @@ def slots_of(state: TrainState) -> tuple[str, PyTree]:
   return f"{_OWN}/outer_opt_state", own.outer_opt_state
 
 
+def key_data(x: Any) -> Any:
+  """Returns an array; of PRNG keys, as an optimizer may have, their data."""
+  return jax.random.key_data(x) if trees.is_prng_key(x) else x
+
+
 def put_center(
   state: S, new: Center, local: Arrays | None = None, **fields: Any
 ) -> S:
@@ -203,6 +208,11 @@ def _place(value: Any, like: Any) -> jax.Array:
   """Returns a new array, with the dtype and the devices of another one."""
   # Of an array that may move, the new one may as well: steps compile once.
   sharding = like.sharding if like.committed else None
+  value = key_data(value)
+  if trees.is_prng_key(like):
+    impl = jax.random.key_impl(like)
+    key = jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
+    return jax.device_put(key, sharding)
   # A copy: the state may be donated, and nobody else may have its memory.
   host = np.asarray(value, like.dtype)
   return jax.device_put(host, sharding, may_alias=False)

@@ -23,6 +23,7 @@ from flaxshard.center.heads import Arrays
 from flaxshard.center.layout import Commit
 from flaxshard.center.layout import Layout
 from flaxshard.core import gradients
+from flaxshard.core import trees
 from flaxshard.wrappers import agn as agn_lib
 
 _NUMBERS = ("steps", "examples", "step", "version")
@@ -149,8 +150,7 @@ def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
   old = agn_lib.ModelState(shapes.params, slots)
   leaves, structure = jax.tree.flatten(old)
   full = [
-    center.get(path, jnp.zeros(x.shape, x.dtype))
-    for path, x in zip(paths, leaves, strict=True)
+    _leaf(center.get(path), x) for path, x in zip(paths, leaves, strict=True)
   ]
   new = agn_lib.apply_tx(
     layout.agn.outer_tx or shapes.tx,
@@ -160,7 +160,16 @@ def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
     ),
   )
   found = dict(zip(paths, jax.tree.leaves(new), strict=True))
-  return {path: found[path] for path in center if path in found}
+  return {
+    path: train_states.key_data(found[path]) for path in center if path in found
+  }
+
+
+def _leaf(value: Any, like: Any) -> Any:
+  """Returns an array that is given, else zeros; PRNG keys from their data."""
+  if value is None:
+    return jnp.zeros(like.shape, like.dtype)
+  return jax.random.wrap_key_data(value) if trees.is_prng_key(like) else value
 
 
 def _on_cpu() -> Any:

@@ -400,6 +400,17 @@ def test_complex_parameters():
   np.testing.assert_allclose(found.params["z"], state.params["z"], rtol=1e-6)
 
 
+def test_an_optimizer_with_a_key_draws_like_compiled_commits():
+  tx = optax.chain(optax.add_noise(0.5, 0.5, 0), optax.sgd(0.25))
+  found = train_alone(create(store(2, "mean"), tx=tx), STEP, 4, XS[0])
+  one = fs.Strategy(devices=jax.devices()[:1])
+  state = create(fs.AGN(2, "mean"), tx=tx, strategy=one)
+  for _ in range(4):
+    state = one.run(lambda s: STEP(s, XS[0]), args=(state,))
+  np.testing.assert_allclose(found.params["w"], state.params["w"], rtol=1e-6)
+  assert np.abs(found.params["w"] - PARAMS["w"] + 0.25).max() > 0.01
+
+
 def test_arguments_that_cannot_work():
   with pytest.raises(ValueError, match=r"fragments=3 must be at most .* 2"):
     create(store(8, fragments=3))
