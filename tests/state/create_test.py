@@ -335,7 +335,9 @@ def test_abstract_linen_state_equals_the_concrete_state(wrappers):
 def test_abstract_nnx_state_equals_the_concrete_state():
   named = lambda rngs: Net(rngs, (None, "model"))
   module = Net(nnx.Rngs(KEY))
-  assert_abstract(module, x=None, wrappers=[fs.LossScale("auto")])
+  state = assert_abstract(module, x=None, wrappers=[fs.LossScale("auto")])
+  # The scale follows the policy of the module, mixed_float16.
+  assert state.wrapper_states["loss_scale"].scale.dtype == jnp.float32
   state = assert_abstract(named, x=None, strategy=STRATEGY)
   assert state.params["dense"]["kernel"].sharding.spec == P(None, "model")
   # An abstract module is enough.
