@@ -5,9 +5,9 @@ import os
 import forked_programs
 from forked_programs import wait_until
 import jax
-import numpy as np
 import pytest
 import tiny
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard.checkpoint import digests
@@ -49,12 +49,8 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
       assert digests.verify(str(killed / "checkpoints" / str(step)))
     for program in (start("whole"), start("killed")):
       program.end()
-  found, wanted = (
-    jax.tree.leaves(fs.load(tmp_path / name).state)
-    for name in ("killed", "whole")
-  )
-  for a, b in zip(found, wanted, strict=True):
-    np.testing.assert_array_equal(a, b)
+  states = (fs.load(tmp_path / name).state for name in ("killed", "whole"))
+  assert_trees_equal(*map(jax.tree.leaves, states))
   assert tiny.untimed_rows(killed) == tiny.untimed_rows(tmp_path / "whole")
   rows = tiny.rows(tmp_path / "whole")
   assert [row["step"] for row in rows] == list(range(1, 9))

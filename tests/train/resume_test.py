@@ -5,21 +5,12 @@ import pathlib
 import pytest
 import tiny
 
-from flaxshard import data
 from flaxshard.train import config as config_lib
 from flaxshard.train import resume
 
 
-def digits() -> data.Splits:
-  """Returns 128 digits."""
-  splits = data.digits()
-  inputs, labels = splits.train.inputs[:128], splits.train.labels[:128]
-  return data.Splits(data.Arrays(inputs, labels), splits.eval, 10)
-
-
 def make_config(**fields):
-  fields = {"num_train_steps": 4, "log_every_steps": 4, **fields}
-  return tiny.config(data={"name": f"{__name__}:digits"}, **fields)
+  return tiny.config(**{"num_train_steps": 4, **fields})
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard import tasks
@@ -93,12 +95,6 @@ def assert_metrics(metrics, wanted, rtol=1e-5):
   assert sorted(given) == ["accuracy", "loss"]
   for key, value in wanted.items():
     np.testing.assert_allclose(given[key], value, rtol=rtol, err_msg=key)
-
-
-def assert_trees_equal(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    np.testing.assert_array_equal(x, y)
 
 
 def with_inputs(value):
@@ -283,13 +279,9 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
   wanted = jax.tree.map(
     lambda p, g: p - 0.5 * g, state.params, mean(grads_0, grads_1)
   )
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-  jax.tree.map(close, jax.device_get(new_state.params), jax.device_get(wanted))
-  jax.tree.map(
-    close,
-    jax.device_get(new_state.batch_stats),
-    jax.device_get(mean(first[1][1], second[1][1])),
-  )
+  assert_trees_close(new_state.params, wanted)
+  wanted_stats = mean(first[1][1], second[1][1])
+  assert_trees_close(new_state.batch_stats, wanted_stats)
   logits = np.concatenate([first[1][0], second[1][0]])
   together = steps.combine_replicas(jax.device_get(progress))
   assert_metrics(together.metrics, mean_metrics([(logits, LABELS)]))
