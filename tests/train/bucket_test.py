@@ -19,9 +19,11 @@ from flaxshard import train
 from flaxshard.checkpoint import __main__ as inspection
 from flaxshard.checkpoint import steps
 from flaxshard.core import files
+from flaxshard.train import report
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("servers")]
 
+_DRAW = report.draw
 _TESTS = pathlib.Path(__file__).parents[1]
 _CONFIG = dict(
   num_train_steps=6,
@@ -98,8 +100,9 @@ def _names(folder):
 
 
 def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
-  folder, local_run, caplog, tmp_path
+  folder, local_run, caplog, tmp_path, monkeypatch
 ):
+  monkeypatch.setattr(report, "draw", _DRAW)
   process = subprocess.Popen(
     [sys.executable, "-c", _TRAIN, *_arguments(folder, "none.npz")],
     env=bucket_servers.child_environment(),
