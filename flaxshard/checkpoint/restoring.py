@@ -28,6 +28,7 @@ from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.checkpoint.reader import WRAPPER_STATES
 from flaxshard.core import multihost
 from flaxshard.core import trees
+from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
@@ -298,7 +299,9 @@ class _Plan:
     for wrapper, difference in self._new.values():
       leaves = self._make_state(wrapper, difference, target) | leaves
     # Orbax returns arrays that are complete; so does this function.
-    return jax.block_until_ready(self._unflatten(leaves))
+    restored = jax.block_until_ready(self._unflatten(leaves))
+    # Every replica gets the one value of a `PerReplica`.
+    return values.broadcast_to_replicas(restored, self._state)
 
   def _make_state(
     self, wrapper: base.Base, difference: str | None, target: base.Target
@@ -384,13 +387,17 @@ def _template(state: TrainState) -> TrainState:
   """Returns a state with shape, dtype and sharding of the leaves to restore.
 
   A leaf that is not placed on a mesh is replicated over the mesh of the others.
+  A `PerReplica` stands there as one value, as it is saved.
   """
   mesh = items.mesh_of(state)
   default: Any = jax.device_put(0).sharding  # of the default device
   if mesh is not None:
     default = jax.sharding.NamedSharding(mesh, jax.P())
 
-  def describe(x: Any) -> jax.ShapeDtypeStruct:
+  def describe(x: Any) -> PyTree:
+    if values.is_per_replica(x):
+      row = lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+      return jax.tree.map(lambda rows: describe(row(rows)), x.value)
     sharding = getattr(x, "sharding", None)
     # Restored arrays are committed, and jit refuses arrays that are committed
     # to different devices: an optimizer's count must not stay on device 0.
@@ -400,7 +407,9 @@ def _template(state: TrainState) -> TrainState:
       sharding = default if mesh is not None else sharding or default
     return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
-  abstract: TrainState = jax.tree.map(describe, state)
+  abstract: TrainState = jax.tree.map(
+    describe, state, is_leaf=values.is_per_replica
+  )
   return abstract
 
 

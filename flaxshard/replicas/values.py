@@ -1,4 +1,4 @@
-"""Values that differ per replica: `PerReplica`.
+"""Per-replica values: `PerReplica`, and one value for all replicas instead.
 
 A leaf is per replica if it has a leading axis with one row for each replica,
 sharded over `"replica"`. Otherwise it is replicated: the same on all replicas.
@@ -65,7 +65,7 @@ class PerReplica:
       )
 
     def take_row(x: Any) -> Any:
-      sharding = x.sharding if isinstance(x, jax.Array) else None
+      sharding = getattr(x, "sharding", None)  # a traced array has none
       # JAX refuses to index an axis that is sharded over an Explicit mesh axis.
       if isinstance(sharding, jax.sharding.NamedSharding) and (
         jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
@@ -126,6 +126,53 @@ class Replicated:
 def is_per_replica(x: Any) -> bool:
   """Returns whether `x` is a `PerReplica`."""
   return isinstance(x, PerReplica)
+
+
+def paths_of_per_replica(tree: PyTree) -> frozenset[jax.tree_util.KeyPath]:
+  """Returns where a tree has a `PerReplica`."""
+  nodes = jax.tree.leaves_with_path(tree, is_leaf=is_per_replica)
+  return frozenset(path for path, x in nodes if is_per_replica(x))
+
+
+def mean_over_replicas(tree: PyTree) -> PyTree:
+  """Replaces each `PerReplica` of a tree by one value, outside of `run`.
+
+  Floating-point values are averaged; others (counters, PRNG keys) take the
+  value of replica 0.
+  """
+
+  def mean_or_first(rows: Any) -> Any:
+    if jnp.issubdtype(rows.dtype, jnp.inexact):
+      # Without `dtype`, JAX computes the mean of float16 in float32.
+      return jnp.mean(rows, axis=0)
+    return PerReplica(rows)[0]
+
+  return jax.tree.map(
+    lambda x: jax.tree.map(mean_or_first, x.value) if is_per_replica(x) else x,
+    tree,
+    is_leaf=is_per_replica,
+  )
+
+
+def broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
+  """Gives all replicas the same value wherever `like` has a `PerReplica`.
+
+  Args:
+    tree: A tree with one value for each `PerReplica` of `like`.
+    like: A tree with the structure, shapes and shardings of the result.
+  """
+
+  def broadcast(rows: Any, x: jax.Array) -> jax.Array:
+    return jax.device_put(jnp.broadcast_to(x, rows.shape), rows.sharding)
+
+  return jax.tree.map(
+    lambda old, x: (
+      jax.tree.map(broadcast, old, PerReplica(x)) if is_per_replica(old) else x
+    ),
+    like,
+    tree,
+    is_leaf=is_per_replica,
+  )
 
 
 def has_replica_axis(spec: Any) -> bool:

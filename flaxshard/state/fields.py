@@ -23,6 +23,7 @@ from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas import values
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -106,8 +107,10 @@ def _extend(cls: Any, names: tuple[str, ...]) -> Any:
 def plain_state(state: Any) -> Any:
   """Returns a TrainState without its wrappers, as `without_wrappers` does."""
   kept = {
-    name: getattr(state, name)
-    for name in fields_by_name(type(state))
+    name: values.mean_over_replicas(getattr(state, name))
+    if is_array_field(field)
+    else getattr(state, name)
+    for name, field in fields_by_name(type(state)).items()
     if name not in ("wrappers", "wrapper_states")
   }
   return build(state._base_class or type(state), kept)

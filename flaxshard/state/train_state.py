@@ -59,6 +59,8 @@ class TrainState(flax_train_state.TrainState):
     opt_state: The optimizer's state, with the structure of `tx.init(params)`.
     wrappers: The wrappers, outermost first. Static.
     wrapper_states: The wrappers' states by name; `{}` without wrappers.
+    own_paths: Set inside `Strategy.run`, else empty: where the array fields, as
+      a dict by name, have a `PerReplica` outside of `run`. Static.
 
   Example:
     >>> import flaxshard as fs
@@ -73,6 +75,11 @@ class TrainState(flax_train_state.TrainState):
 
   wrappers: tuple[base.Base, ...] = struct.field(
     pytree_node=False, default=(), kw_only=True
+  )
+  # Inside Strategy.run a PerReplica is a plain value, so nothing else shows
+  # that it must not be averaged, and must be a PerReplica again outside.
+  own_paths: frozenset[jax.tree_util.KeyPath] = struct.field(
+    pytree_node=False, default=frozenset(), kw_only=True, repr=False
   )
   # Not a field: a state without wrappers must have the leaves of Flax's class.
   wrapper_states: ClassVar[Mapping[str, PyTree]] = core.FrozenDict()
@@ -330,8 +337,8 @@ class TrainState(flax_train_state.TrainState):
     """Applies unscaled gradients through the wrappers.
 
     Inside `Strategy.run` gradients are first averaged over the replicas, unless
-    a wrapper reduces them itself. New values of collections are averaged too.
-    On TPU and GPU, float32 gradients
+    a wrapper reduces them itself. New values of collections are averaged too,
+    except for leaves that are per replica. On TPU and GPU, float32 gradients
     that were converted from bfloat16, those of a model that computes in
     bfloat16, are summed in bfloat16, as XLA does for a global batch. To sum
     them in float32, give `jax.lax.optimization_barrier(grads)` as `grads`.
@@ -403,7 +410,16 @@ class TrainState(flax_train_state.TrainState):
     # The commits of wrappers with local updates reduce them.
     if in_replica and not stack.has_local_updates(self.wrappers):
       groups = stack.groups_of(self.wrappers)
-      collections = replica_context.mean_collection(collections, groups)
+      collections = jax.tree.map_with_path(
+        lambda path, x: (
+          x
+          if path in self.own_paths
+          else replica_context.mean_collection(x, groups)
+        ),
+        collections,
+        is_leaf=lambda path, _: path in self.own_paths,
+        is_leaf_takes_path=True,
+      )
     target = base.Target(
       step=self.step,  # type: ignore[arg-type]
       params=self.params,
@@ -608,7 +624,7 @@ class TrainState(flax_train_state.TrainState):
 
     Returns:
       A state with the same step, parameters, optimizer state and collections,
-      without wrappers and their states.
+      without wrappers and their states. A `PerReplica` in them is averaged.
       What a wrapper has not committed, as the local steps of `AGN` since the
       last commit, is not part of it: a UserWarning says so.
 

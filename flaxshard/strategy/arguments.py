@@ -72,11 +72,7 @@ def wrappers_of(x: Any) -> tuple[base.Base, ...]:
 
 
 def leaves_of(tree: PyTree) -> list[Leaf]:
-  """Returns what the leaves of a tree of arguments or results are.
-
-  Raises:
-    TypeError: A field of a TrainState has a `PerReplica`.
-  """
+  """Returns what the leaves of a tree of arguments or results are."""
   leaves: list[Leaf] = []
   # What kind of leaf it is depends on the node around it.
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
@@ -92,12 +88,6 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
       node, is_leaf=values.is_per_replica
     ):
       kind = OWN if values.is_per_replica(x) else SHARED if is_shared else SPLIT
-      if kind == OWN and is_state(node) and inner[0].name != "wrapper_states":
-        raise TypeError(
-          f"run: {trees.path_string((*path[1:], *inner))} is a PerReplica in a "
-          "TrainState, which is one for all replicas. Pass it as an argument "
-          "of its own. AGN keeps collections per replica."
-        )
       rows = x.value if values.is_per_replica(x) else x
       leaves += [
         Leaf((*path, *inner, *rest), kind, wrappers)
@@ -257,10 +247,17 @@ def to_local(tree: PyTree) -> PyTree:
   def convert(node: Any) -> Any:
     if values.is_per_replica(node):
       return jax.tree.map(lambda x: x[0], node.value)
-    if not wrappers_of(node):
+    if not is_state(node):
       return node
-    states = stack.drop_replica_axis(node.wrappers, node.wrapper_states)
-    return _swap_collections(node, states)
+    if wrappers_of(node):
+      states = stack.drop_replica_axis(node.wrappers, node.wrapper_states)
+      node = _swap_collections(node, states)
+    fields = fields_lib.array_fields(node)
+    own_paths = values.paths_of_per_replica(fields)
+    # Not without one: Flax's own TrainState has no such field.
+    if own_paths:
+      node = node.replace(**to_local(fields), own_paths=own_paths)
+    return node
 
   return jax.tree.map(convert, tree, is_leaf=is_node)
 
@@ -275,20 +272,33 @@ def to_global(tree: PyTree) -> PyTree:
     TypeError: The function returned a `PerReplica`.
   """
 
+  def row(x: Any) -> jax.Array:
+    # With the axis of the replicas, of length 1.
+    return jnp.asarray(x)[None]
+
   def convert(node: Any) -> Any:
-    if values.is_per_replica(node):
+    if values.paths_of_per_replica(node):
       raise TypeError(
         "run: fn returned a PerReplica. fn must return this replica's value; "
         "run returns a PerReplica with the values of all replicas."
       )
+    if own_paths := getattr(node, "own_paths", None):
+      fields = jax.tree.map_with_path(
+        lambda path, x: (
+          values.PerReplica(jax.tree.map(row, x)) if path in own_paths else x
+        ),
+        fields_lib.array_fields(node),
+        is_leaf=lambda path, _: path in own_paths,
+        is_leaf_takes_path=True,
+      )
+      node = node.replace(**fields, own_paths=frozenset())
     if wrappers_of(node):
       node = _swap_collections(node, node.wrapper_states)
       states = stack.add_replica_axis(node.wrappers, node.wrapper_states)
       return node.replace(wrapper_states=states)
     if is_state(node) or isinstance(node, values.Replicated):
       return node
-    # With the axis of the replicas, of length 1.
-    return values.PerReplica(jnp.asarray(node)[None])
+    return values.PerReplica(row(node))
 
   return jax.tree.map(convert, tree, is_leaf=is_node)
 

@@ -128,8 +128,8 @@ class Strategy:
     `fn` sees this replica's value of a `PerReplica`, and this replica's part of
     an array that is sharded over the mesh axis `"replica"`, such as a batch of
     `distribute_dataset`. It sees all of a TrainState, except for per-replica
-    leaves of wrapper states, of which it sees this replica's row. It sees all
-    of any other array.
+    leaves (a `PerReplica` in a field, and such leaves of wrapper states), of
+    which it sees this replica's row. It sees all of any other array.
 
     Inside `fn`, `get_replica_context()` has collectives over the replicas, and
     `TrainState.apply_gradients` averages gradients over them, on TPU and GPU in

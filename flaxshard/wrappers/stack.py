@@ -17,6 +17,7 @@ from flaxshard.core import checks
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
+from flaxshard.replicas import values
 from flaxshard.wrappers import base
 from flaxshard.wrappers.accumulate import Accumulate
 from flaxshard.wrappers.agn import AGN
@@ -151,11 +152,20 @@ def init(
     tx: The optax optimizer.
     collections: The other collections of the train state, by name.
     num_replicas: Length of the replica axis of the per-replica leaves.
+
+  Raises:
+    TypeError: A collection that a wrapper keeps is a `PerReplica` already.
   """
   states = {}
   for w in wrappers:
     state = w.init(params, tx)
     if keeps_collections(state):
+      for name, tree in collections.items():
+        if values.paths_of_per_replica(tree):
+          raise TypeError(
+            f"wrapper {w.name!r} keeps every collection per replica: "
+            f"{name!r} must not be a PerReplica, but the value of one replica."
+          )
       state = state._replace(collections=dict(collections))
     states[w.name] = state
   return add_replica_axis(wrappers, states, num_replicas)

@@ -230,6 +230,8 @@ def test_float16_means_of_values_do_not_overflow():
   assert_within_one_ulp(means[0])
   assert_within_one_ulp(EIGHT.reduce("mean", rows))
   assert_within_one_ulp(rows.mean(axis=0))
+  state = create().replace(batch_stats={"mean": rows})
+  assert_within_one_ulp(state.without_wrappers().batch_stats["mean"])
   assert_within_one_ulp(
     EIGHT.reduce("mean", fs.PerReplica(DRAWN.reshape(8, 30, 30)), 0),
     DRAWN.reshape(240, 30).astype(np.float64).mean(0).astype(np.float16),

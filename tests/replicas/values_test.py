@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import flaxshard as fs
+from flaxshard.replicas import values
 
 P = jax.sharding.PartitionSpec
 NamedSharding = jax.sharding.NamedSharding
@@ -34,6 +35,7 @@ def test_per_replica_is_a_sequence_and_a_pytree():
   assert np.asarray(losses, np.float64).dtype == np.float64
   tree = fs.PerReplica({"a": jnp.arange(2), "b": jnp.ones((2, 3))})
   assert len(tree) == 2 and tree[1]["b"].shape == (3,)
+  assert int(jax.jit(lambda tree: tree[1]["a"])(tree)) == 1
   with pytest.raises(IndexError, match="got 2"):
     losses[2]
   for convert in (float, bool):
@@ -42,6 +44,30 @@ def test_per_replica_is_a_sequence_and_a_pytree():
   doubled = jax.tree.map(lambda x: 2 * x, losses)
   assert isinstance(doubled, fs.PerReplica)
   assert np.asarray(doubled).tolist() == [2.0, 6.0]
+
+
+def test_mean_over_replicas_and_broadcast_to_replicas():
+  keys = jax.random.split(jax.random.key(0), 8)
+  tree = {
+    "mean": EIGHT.distribute_values_from_function(
+      lambda context: np.full((2, 3), context.replica_id_in_sync_group, "f4")
+    ),
+    "count": fs.PerReplica(jnp.arange(8)),
+    "key": fs.PerReplica(keys),
+    "shared": jnp.ones(3),
+  }
+  merged = values.mean_over_replicas(tree)
+  np.testing.assert_array_equal(merged["mean"], np.full((2, 3), 3.5))
+  assert int(merged["count"]) == 0
+  assert merged["key"] == keys[0]
+  assert merged["shared"] is tree["shared"]
+  spread = values.broadcast_to_replicas(merged, tree)
+  assert jax.tree.structure(spread) == jax.tree.structure(tree)
+  for i in (0, 7):
+    np.testing.assert_array_equal(spread["mean"][i], merged["mean"])
+    assert spread["key"][i] == merged["key"]
+  where = spread["mean"].value.sharding
+  assert where == tree["mean"].value.sharding
 
 
 # -- distribute_values_from_function.

@@ -205,6 +205,12 @@ def test_batch_statistics_of_one_replica_outside_of_run():
   np.testing.assert_allclose(stats, 0.75 * np.arange(3))
 
 
+def test_a_per_replica_collection_raises():
+  stats = FOUR.distribute_values_from_function(lambda c: {"mean": np.zeros(3)})
+  with pytest.raises(TypeError, match=r"'batch_stats'.*PerReplica"):
+    create([fs.AGN(4)], batch_stats=stats)
+
+
 def test_groups_of_cross_shard_commit_to_one_center():
   groups = ((0, 1), (2, 3))
   state = create([fs.CrossShard("mean", groups), fs.AGN(2, commit="mean")])
