@@ -52,6 +52,8 @@ def describe(
       for path, x in arrays.items()
       if path.startswith("params") and path not in layout.fragment_of
     },
+    # Another one may make another program of the same update.
+    "version of JAX": jax.__version__,
     "digest of an update by": {
       name: _digest(tx, layout.shapes)
       for name, tx in {"tx": state.tx, "outer_tx": agn.outer_tx}.items()
