@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend import core
@@ -16,8 +16,13 @@ CALLS = frozenset(
 CUSTOM_CALLS = frozenset(
   "core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
 )
-# Primitives of layers: products of matrices, and convolutions.
-_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+# Primitives that move or cast numbers, without computing any.
+_MOVES = frozenset(
+  "broadcast_in_dim concatenate convert_element_type copy copy_p "
+  "device_put dynamic_slice dynamic_update_slice gather iota "
+  "optimization_barrier pad reshape rev select_n sharding_constraint slice "
+  "split squeeze stop_gradient transpose".split()
+)
 
 
 def open_program(program: Any) -> core.Jaxpr:
@@ -53,23 +58,28 @@ def split_scan(
 
 
 def computes_in(program: Any, dtype: Any) -> bool:
-  """Returns whether a program multiplies matrices, or convolves, in a dtype.
+  """Returns whether a program computes in a dtype.
 
   Args:
     program: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
-    dtype: The dtype.
+    dtype: The dtype. Casts to it and moves of such arrays do not count.
 
   Example:
-    >>> import jax, jax.numpy as jnp
-    >>> half = lambda x: (x.astype("float16") @ x.astype("float16")).sum()
-    >>> computes_in(jax.make_jaxpr(half)(jnp.ones((2, 2))), "float16")
+    >>> import jax
+    >>> half = lambda x: (x.astype("float16") * 2).astype("float32")
+    >>> computes_in(jax.make_jaxpr(half)(1.0), "float16")
     True
-    >>> computes_in(jax.make_jaxpr(half)(jnp.ones((2, 2))), "bfloat16")
+    >>> computes_in(jax.make_jaxpr(half)(1.0), "bfloat16")
     False
   """
+
+  def has_dtype(atoms: Iterable[Any]) -> bool:
+    return any(getattr(x.aval, "dtype", None) == dtype for x in atoms)
+
   return any(
-    x.aval.dtype == dtype
+    has_dtype(eqn.invars) and has_dtype(eqn.outvars)
     for eqn in equations(program)
-    if eqn.primitive.name in _PRODUCTS
-    for x in eqn.invars
+    # What an equation with programs computes, they compute.
+    if eqn.primitive.name not in _MOVES
+    and not any(True for _ in core.jaxprs_in_params(eqn.params))
   )
