@@ -449,6 +449,15 @@ class InnerFloat16(nn.Module):
     return nn.Dense(2, dtype=self.dtype_of_layer)(x).astype(jnp.float32)
 
 
+class ElementwiseFloat16(nn.Module):
+  """Its matrix product is in float32."""
+
+  @nn.compact
+  def __call__(self, x):
+    half = nn.Dense(2)(x).astype(jnp.float16)
+    return (half * half).astype(jnp.float32)
+
+
 class InnerNNX(nnx.Module):
   def __init__(self, rngs):
     self.hidden = nnx.Linear(16, 2, dtype=jnp.float16, rngs=rngs)
@@ -470,6 +479,7 @@ def create_and_listen(model, *wrappers, **kwargs):
 MODELS = {
   "linen": (lambda: InnerFloat16(), X),
   "shapes": (lambda: InnerFloat16(), jax.ShapeDtypeStruct(X.shape, X.dtype)),
+  "elementwise": (lambda: ElementwiseFloat16(), X),
   "nnx": (lambda: InnerNNX(nnx.Rngs(0)), None),
   "nnx function": (lambda: lambda rngs: InnerNNX(rngs), None),
 }
