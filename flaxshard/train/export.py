@@ -67,9 +67,9 @@ def export(
     source: The workdir of a run, whose latest checkpoint is exported; what
       `fs.load` returned; or a `TrainState`.
     path: The folder for the files, on a file system or in a bucket.
-    task: For a workdir, the task object of a run that was given one: see
-      `fs.load`. For a `TrainState`, a task whose `predict` is exported; None
-      calls the model with `batch["inputs"]`.
+    task: The task object of a run that was given one: see `fs.load`. For a
+      `TrainState`, a task whose `predict` is exported; None calls the model
+      with `batch["inputs"]`.
     example: For a `TrainState` alone: the arrays of one example by name,
       without the batch dimension, or `jax.ShapeDtypeStruct`s of them.
     platforms: Where the function can run: any of `"cpu"`, `"cuda"`, `"rocm"`
@@ -119,7 +119,8 @@ def export(
   else:
     if not isinstance(source, load_lib.Loaded):
       source = load_lib.load(source, task=task)
-    state, example, task = source.state, source.example, source.task
+    state, example = source.state, source.example
+    task = source.task if task is None else tasks.adapt(task)
     facts = {
       "step": source.step,
       "task": task.name,
