@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args, Literal
 
 import jax.numpy as jnp
 
 from flaxshard.core import checks
+
+# The names of the policies.
+Name = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 
 _COMPUTE_DTYPES = {
   "float32": jnp.float32,
   "mixed_float16": jnp.float16,
   "mixed_bfloat16": jnp.bfloat16,
 }
-# The names of the policies.
-NAMES = tuple(_COMPUTE_DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Policy:
   name: str = "float32"
 
   def __post_init__(self) -> None:
-    checks.one_of("Policy: name", self.name, NAMES)
+    checks.one_of("Policy: name", self.name, get_args(Name))
 
   @property
   def compute_dtype(self) -> jnp.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import functools
-from typing import Any
+from typing import Any, get_args, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,8 @@ from flaxshard.sparse import row_update
 
 PyTree = Any
 
-SEMANTICS = ("lazy", "tf")
+# What happens to the rows that a step did not use; see `sparse_rows`.
+Semantics = Literal["lazy", "tf"]
 
 # The states of transformations that update each row of a table by itself, or
 # with sums to which a gradient of zero adds nothing. These have no slots.
@@ -131,7 +132,7 @@ def sparse_rows(
   patterns = patterns_lib.check(argument, patterns)
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
-  semantics = checks.one_of("semantics", semantics, SEMANTICS)
+  semantics = checks.one_of("semantics", semantics, get_args(Semantics))
   return _create(tx, patterns, semantics, argument, {})
 
 
@@ -337,7 +338,7 @@ def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:
   """
   sparse = patterns_lib.check(f"{prefix}sparse", sparse)
   name = f"{prefix}sparse_semantics"
-  semantics = checks.one_of(name, semantics, SEMANTICS)
+  semantics = checks.one_of(name, semantics, get_args(Semantics))
   if sparse:
     return sparse_rows(tx, sparse, semantics, argument=f"{prefix}sparse")
   if semantics != "lazy":

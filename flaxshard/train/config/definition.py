@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, TypeGuard
 import pydantic
 from pydantic.fields import FieldInfo
 
+from flaxshard.core import policy
+from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.train.config import kinds
 
 
@@ -216,8 +218,8 @@ class Optimization(Group):
   freeze: kinds.Patterns = ()
   learning_rates: kinds.LearningRates = ()
   sparse: kinds.Patterns = ()
-  sparse_semantics: Literal["lazy", "tf"] = "lazy"
-  precision: Literal["float32", "mixed_float16", "mixed_bfloat16"] = "float32"
+  sparse_semantics: sparse_optimizer.Semantics = "lazy"
+  precision: policy.Name = "float32"
   wrappers: kinds.Wrappers = ()
 
 
