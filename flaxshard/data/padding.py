@@ -77,11 +77,19 @@ class Padder:
         f"bucket={self.bucket!r} pads batches, which needs a mask, got "
         "mask=None."
       )
+    if self.bucket is None and self.bucket_dims is not None:
+      raise ValueError(
+        f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
+      )
     # The dimensions that vary, by path.
     self._varying = {}
     if self.bucket is not None:
       dims = (1,) if self.bucket_dims is None else self.bucket_dims
       self._varying = sharding.by_path(dims)
+    for path, dims in self._varying.items():
+      for dim in dims:  # dimension 0 is the batch
+        where = f"bucket_dims={dims!r} for {path}: a dimension"
+        checks.integer(where, dim, minimum=1)
     # Those of the first batch: shapes by path, shardings by path, the rows of a
     # full batch of this process, and by dimension that is padded the number
     # that its size is a multiple of.

@@ -192,6 +192,8 @@ FLOATS = {"x": np.ones((4, 2), np.float32)}
     # Options alone.
     ([], {"bucket": "linear"}, "bucket.*'power_of_two'.*'linear'"),
     ([], {**BUCKET, "mask": None}, "bucket.*mask=None"),
+    ([], {"bucket_dims": (1,)}, r"bucket_dims=\(1,\).*bucket='power_of_two'"),
+    ([], {**BUCKET, "bucket_dims": {"x": (-1,)}}, r"bucket_dims.*\(-1,\).*x"),
     # Batches that are too large, or empty.
     ([rows(8), rows(9)], {}, "9 examples.*8.*batch_size"),
     ([rows(9)], {"batch_size": 4}, "9 examples.*4.*batch_size"),
