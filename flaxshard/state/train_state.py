@@ -32,10 +32,11 @@ PyTree = Any
 # examples have a field `metrics`.
 _HIDEABLE = frozenset(("metrics", "variables"))
 
-# Fields that only the update itself changes.
+# Fields that only the update itself changes, and those without arrays.
 _RESERVED = frozenset(
   ("step", "params", "opt_state", "wrapper_states", "wrappers")
 )
+_STATIC = frozenset(("apply_fn", "tx", "own_paths"))
 
 
 class TrainState(flax_train_state.TrainState):
@@ -393,7 +394,7 @@ class TrainState(flax_train_state.TrainState):
     static = {k: v for k, v in replaced.items() if k in fields - arrays}
     extra = {k: v for k, v in replaced.items() if k not in fields}
     optimizer_update.check_extra(
-      self.tx, extra, replaceable=fields, reserved=_RESERVED
+      self.tx, extra, replaceable=fields - _STATIC, reserved=_RESERVED
     )
     reduction = tf_surface.check_aggregation(
       aggregation, skip_gradients_aggregation, self.wrappers, extra
