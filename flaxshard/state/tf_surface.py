@@ -263,7 +263,7 @@ def _find_slots(state: Any) -> list[Slot]:
     # Beside the statistics of fp8 layers, optimizers see the parameters alone.
     known = {**known, **optimized}
   slots: list[Slot] = []
-  paths = trees.names(state.params)
+  paths = set(trees.names(state.params))
   for group, tree in {"": state.opt_state, **state.wrapper_states}.items():
     # By the path of the optax state that a slot is a field of.
     tensorflow_names = {

@@ -118,7 +118,7 @@ class Setup:
 
   @functools.cached_property
   def _batch_specs(self) -> dict[str, P]:
-    """How each array of a batch is split."""
+    """The PartitionSpec of each array of a batch, by key."""
     return devices.batch_specs(
       self.config.mesh.split,
       self.batch_size,
