@@ -87,7 +87,12 @@ class Topology:
     )
     if devices is not None:
       devices = coordinates_lib.read_only(devices, object)
-      devices = devices.reshape(self.device_coordinates.shape[:2])
+      wanted = self.device_coordinates.shape[:2]
+      if devices.shape != wanted:
+        raise ValueError(
+          f"devices must have the shape {list(wanted)}, of tasks and of the "
+          f"devices in each, got {list(devices.shape)}."
+        )
     self.devices: np.ndarray | None = devices
     self.num_slices = num_slices
 

@@ -117,7 +117,11 @@ UNEVEN = [tpu((x, 0, 0), process=x // 2) for x in range(3)]
     (lambda: fs.Topology((2, 2, 1.0, 1)), r"mesh_shape\[2\] .*1\.0"),
     (lambda: fs.Topology(MESH, [[ZEROS, [0, 0, 2, 0]]]), r"\[0, 1\] .*0, 2, 0"),
     (lambda: fs.Topology(MESH, [[ZEROS], [ZEROS]]), r"\[0, 0\] .*another core"),
-    (lambda: fs.Topology(MESH, None, ["a"]), r"size 1 into shape \(1,2\)"),
+    (lambda: fs.Topology(MESH, None, ["a"]), r"devices .*\[1, 2\].*got \[1\]"),
+    (
+      lambda: fs.Topology(MESH, None, ["a", "b"]),
+      r"devices .*\[1, 2\].*got \[2\]",
+    ),
     (lambda: fs.Topology((2, 1, 4, 1), num_slices=3), "num_slices=3, .*got 4"),
     (lambda: read([]), r"devices .*at least one, got \[\]"),
     (lambda: read(UNEVEN), r"processes, .*\[2, 1\]"),
