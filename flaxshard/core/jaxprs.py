@@ -16,6 +16,15 @@ CALLS = frozenset(
 CUSTOM_CALLS = frozenset(
   "core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
 )
+# Primitives that compute each element from the same element of their inputs.
+ELEMENTWISE = frozenset(
+  "abs add add_any and atan2 cbrt ceil clamp complex conj "
+  "convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp "
+  "exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic "
+  "lt max min mul name ne neg nextafter not or pow real reduce_precision rem "
+  "round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh "
+  "xor".split()
+)
 # Primitives that move or cast numbers, without computing any.
 _MOVES = frozenset(
   "broadcast_in_dim concatenate convert_element_type copy copy_p "

@@ -33,12 +33,6 @@ PyTree = Any
 
 # The equations whose programs are looked into.
 _CALLS = frozenset("jit pjit closed_call eval_jaxpr".split())
-# Operations that compute each element from the elements in the same place.
-_ELEMENTWISE = frozenset(
-  "abs add convert_element_type copy copy_p cos div erf exp integer_pow log "
-  "logistic max min mul name neg pow rsqrt select_n sign sin sqrt square sub "
-  "tanh".split()
-)
 
 
 def value_and_grad(
@@ -316,7 +310,7 @@ def _attach_tangent(primals: Any, tangents: Any) -> Any:
 
 def _follow(eqn: Any, args: Sequence[Any]) -> Any:
   name = eqn.primitive.name
-  if name in _ELEMENTWISE:
+  if name in jaxprs.ELEMENTWISE:
     return _elementwise(eqn, args)
   is_table = [isinstance(x, _Table) for x in args]
   if name not in _OPERATIONS or not is_table[0] or any(is_table[1:]):

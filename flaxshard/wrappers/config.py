@@ -67,9 +67,17 @@ def from_config(
       f"{argument} must be a sequence of (name, arguments) pairs such as "
       f"(('loss_scale', {{'scale': 'dynamic'}}),), got {config!r}."
     )
-  return stack.check(
-    [_build(f"{argument}[{i}]", entry) for i, entry in enumerate(config)]
-  )
+  made = []
+  for i, entry in enumerate(config):
+    pair = (entry, {}) if isinstance(entry, str) else entry
+    is_pair = isinstance(pair, Sequence) and len(pair) == 2
+    if not is_pair or not registry.is_dict(pair[1]):
+      raise TypeError(
+        f"{argument}[{i}] must be a name or a pair (name, dict of arguments), "
+        f"got {entry!r}."
+      )
+    made.append(_construct(f"{argument}[{i}]", *pair))
+  return stack.check(made)
 
 
 def add_accumulation(
@@ -114,22 +122,6 @@ def add_accumulation(
     return stack.check([*outer, added, *inner])
   except ValueError as e:
     raise ValueError(f"config.accumulate_steps={steps}: {e}") from e
-
-
-def _build(where: str, entry: Any) -> Any:
-  """Builds the wrapper of one entry; `where` is its place, for errors."""
-  if isinstance(entry, str):
-    entry = (entry, {})
-  if (
-    not isinstance(entry, Sequence)
-    or len(entry) != 2
-    or not registry.is_dict(entry[1])
-  ):
-    raise TypeError(
-      f"{where} must be a name or a pair (name, dict of arguments), "
-      f"got {entry!r}."
-    )
-  return _construct(where, *entry)
 
 
 def _construct(where: str, name: Any, arguments: Any) -> Any:

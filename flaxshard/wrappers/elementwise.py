@@ -20,16 +20,8 @@ from flaxshard.core import jaxprs
 
 PyTree = Any
 
-# Primitives that compute each element from the same element of their inputs.
-_ELEMENTWISE = frozenset(
-  "abs add add_any and atan2 cbrt ceil clamp complex conj "
-  "convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp "
-  "exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic "
-  "lt max min mul ne neg nextafter not optimization_barrier or pow real "
-  "reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
-  "stop_gradient sub tan tanh xor".split()
-)
-
+# A barrier has several results, each of one of its inputs.
+_ELEMENTWISE = jaxprs.ELEMENTWISE | {"optimization_barrier"}
 # Primitives that compute what the equations of their programs compute.
 _FOLLOWED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"cond"}
 

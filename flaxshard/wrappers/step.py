@@ -1,17 +1,18 @@
 """A step through the wrappers: from a loss to gradients, and to an update.
 
-These functions are the core of `TrainState`, of `flaxshard.nnx.Optimizer` and
-of `flaxshard.wrap`. They take wrappers, their states and parameters as they
-are, and know no train state.
+`wrap` returns the wrappers around an optimizer as three pure functions.
+`TrainState` and `flaxshard.nnx.Optimizer` call the two functions behind it,
+which take wrappers, their states and parameters as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import contextvars
+import dataclasses
 import functools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
 from flaxshard.core import narrow_gradients
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import parameter_groups
 from flaxshard.core import trees
@@ -31,13 +33,156 @@ from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
-Wrappers = tuple[base.Base, ...]
-States = Mapping[str, PyTree]
+Wrappers = stack.Wrappers
+States = stack.States
 
 # The wrappers' states of the `value_and_grad` that calls its loss function.
 _inside: contextvars.ContextVar[Any] = contextvars.ContextVar(
   "inside", default=None
 )
+
+
+def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
+  """Returns an optimizer with wrappers around it, as pure functions.
+
+  They are for your own loop, with Equinox, Haiku or plain JAX: without a
+  TrainState. State and parameters are pytrees, which go through `jax.jit` and
+  plain Orbax.
+
+  Args:
+    tx: The optax optimizer.
+    wrappers: Wrappers such as `LossScale("dynamic")`, outermost first.
+
+  Raises:
+    TypeError: An argument is of a wrong type.
+    ValueError: A wrapper is given twice, or one may not stand inside another.
+
+  Example:
+    >>> import flaxshard as fs, optax
+    >>> opt = fs.wrap(optax.sgd(0.25), [fs.LossScale("dynamic")])
+    >>> params = {"w": jnp.ones(())}
+    >>> state = opt.init(params)
+    >>> loss_fn = lambda p, x: p["w"] * x
+    >>> loss, grads = opt.value_and_grad(loss_fn, params, state, 2.0)
+    >>> params, state = opt.update(grads, state, params)
+    >>> float(loss), float(params["w"]), int(state.step)
+    (2.0, 0.5, 1)
+  """
+  opt_state_lib.check_tx(tx)
+  return Wrapped(tx, stack.check(wrappers))
+
+
+class WrappedState(NamedTuple):
+  """The state of a wrapped optimizer.
+
+  Attributes:
+    step: int32 scalar, the number of applied updates.
+    opt_state: The optimizer's state, with the structure of `tx.init(params)`.
+    wrapper_states: The wrappers' states by name.
+  """
+
+  step: jax.Array
+  opt_state: PyTree
+  wrapper_states: dict[str, PyTree]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+  """An optimizer with wrappers around it: three pure functions.
+
+  Attributes:
+    tx: The optax optimizer.
+    wrappers: The wrappers, outermost first.
+  """
+
+  tx: Any
+  wrappers: tuple[base.Base, ...] = ()
+
+  def init(self, params: PyTree) -> WrappedState:
+    """Returns the first state.
+
+    Args:
+      params: A tree of arrays.
+    """
+    state = WrappedState(
+      jnp.zeros((), jnp.int32),
+      opt_state_lib.init(self.tx, params),
+      stack.init(self.wrappers, params, self.tx),
+    )
+    # A step that donates both must not get a buffer twice.
+    return trees.unshare_buffers((params, state))[1]
+
+  def value_and_grad(
+    self,
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    state: WrappedState,
+    *args: Any,
+    has_aux: bool = False,
+  ) -> tuple[Any, PyTree]:
+    """Differentiates `loss_fn(params, *args)` through the wrappers.
+
+    Args:
+      loss_fn: Returns a floating-point scalar, the loss, or a pair
+        `(loss, aux)` if `has_aux`.
+      params: The parameters.
+      state: The state.
+      *args: Further arguments of `loss_fn`.
+      has_aux: Whether `loss_fn` returns auxiliary output.
+
+    Returns:
+      `(loss, grads)` or `((loss, aux), grads)`, both unscaled; see
+      `TrainState.value_and_grad`.
+    """
+    return value_and_grad(
+      self.tx,
+      self.wrappers,
+      state.wrapper_states,
+      params,
+      loss_fn,
+      args,
+      has_aux=has_aux,
+    )
+
+  def update(
+    self, grads: PyTree, state: WrappedState, params: PyTree, **extra: Any
+  ) -> tuple[PyTree, WrappedState]:
+    """Applies unscaled gradients through the wrappers.
+
+    Args:
+      grads: Gradients like `params`, None where a leaf has none.
+      state: The state.
+      params: The parameters.
+      **extra: Extra arguments of the optimizer's update, such as `value`.
+
+    Returns:
+      The new parameters and the new state; the old parameters and optimizer
+      state if a wrapper skips the step.
+
+    Raises:
+      ValueError: `grads` does not match `params`.
+      TypeError: The optimizer has no such extra argument.
+    """
+    optimizer_update.check_extra(self.tx, extra)
+    target = base.Target(
+      step=state.step,
+      params=params,
+      opt_state=state.opt_state,
+      collections={},
+      wrapper_states=state.wrapper_states,
+      new_collections={},
+    )
+    new = update(self.tx, self.wrappers, target, grads, extra)
+    return new.params, WrappedState(new.step, new.opt_state, new.wrapper_states)
+
+  def eval_params(self, params: PyTree, state: WrappedState) -> PyTree:
+    """Returns the parameters to evaluate, such as the average of `EMA`."""
+    states = stack.local_states(self.wrappers, state.wrapper_states)
+    return stack.params(self.wrappers, states, params, "eval")
+
+  def metrics(self, state: WrappedState) -> dict[str, jax.Array]:
+    """Returns the wrappers' metrics by name, such as `loss_scale`."""
+    return stack.metrics(self.wrappers, state.wrapper_states)
 
 
 # -- From a loss to gradients.
@@ -180,21 +325,14 @@ def split_loss(
 ) -> tuple[Any, Any]:
   """Returns the loss and the auxiliary output that a loss function returned."""
   is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-  if is_pair != has_aux:
-    raise TypeError(
-      "loss_fn must return the loss, or (loss, aux) with has_aux=True; got "
-      f"{'a' if is_pair else 'no'} pair with has_aux={has_aux}."
-    )
-  loss, aux = value if has_aux else (value, None)
-  if loss is None:
-    raise TypeError(
-      "loss_fn must return a scalar, got None: is `return` there?"
-    )
+  loss, aux = value if is_pair else (value, None)
   wanted = () if grad_loss is None else jnp.shape(grad_loss)
-  if jnp.shape(loss) != wanted:
-    raise ValueError(
-      "loss_fn must return a scalar, or an array of the shape of grad_loss: "
-      f"{wanted}, got {jnp.shape(loss)}."
+  # None has the shape of a scalar.
+  if is_pair != has_aux or loss is None or jnp.shape(loss) != wanted:
+    raise checks.ArgumentTypeError(
+      f"loss_fn must return the loss, a scalar or of grad_loss's shape (here "
+      f"{wanted}), or (loss, aux) with has_aux=True; got "
+      f"{checks.describe(value)} with has_aux={has_aux}."
     )
   return loss, aux
 
@@ -237,7 +375,16 @@ def update(
   Raises:
     ValueError: `grads` does not match the parameters, or none is there.
   """
-  grads = _check_gradients(tx, target.params, grads)
+  # None for each leaf that has or needs no gradient.
+  grads = trees.conform(
+    "grads", grads, target.params, dtypes=False, of_gradients=True
+  )
+  grads = parameter_groups.drop_frozen(tx, gradients.normalize(grads))
+  if not jax.tree.leaves(grads):
+    raise ValueError(
+      "No gradients provided for any parameter: "
+      f"{', '.join(trees.names(target.params))}."
+    )
   context = replica_context.get_replica_context()
   is_local = stack.has_local_updates(wrappers)
   if context is not None and reduction is not None and not is_local:
@@ -319,18 +466,6 @@ def _apply_reduced(
     gradients_reduced=op is not None, aggregation_skipped=op is None
   ):
     return next(target, grads)
-
-
-def _check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
-  """Returns gradients with None for each leaf that has or needs none."""
-  grads = trees.conform("grads", grads, params, dtypes=False, of_gradients=True)
-  grads = parameter_groups.drop_frozen(tx, gradients.normalize(grads))
-  if not jax.tree.leaves(grads):
-    raise ValueError(
-      "No gradients provided for any parameter: "
-      f"{', '.join(trees.names(params))}."
-    )
-  return grads
 
 
 def _to_dense_unless_taken(

@@ -97,7 +97,7 @@ MISTAKES = [
   (lambda: differentiate(lambda p: (quadratic(p), 1)), TypeError, ["has_aux"]),
   (lambda: differentiate(quadratic, has_aux=True), TypeError, ["(loss, aux)"]),
   (lambda: differentiate(lambda p: None), TypeError, ["loss_fn", "None"]),
-  (lambda: differentiate(lambda p: p["w"]), ValueError, ["scalar", "(2,)"]),
+  (lambda: differentiate(lambda p: p["w"]), ValueError, ["scalar", "[2]"]),
   # Gradients, and what is replaced with them.
   (lambda: apply(grads={"w": None, "b": {"c": None}}), ValueError, ["b/c, w"]),
   (lambda: apply(grads={"w": FLOAT0, "b": {"c": 0}}), ValueError, ["b/c, w"]),
@@ -129,7 +129,7 @@ MISTAKES = [
   (lambda: minimize(var_list=[1]), TypeError, ["var_list[0]", "1"]),
   (lambda: minimize(var_list=["w", "b/d"]), ValueError, ["'b/d'", "b/c"]),
   (lambda: minimize(LBFGS, var_list=["w"]), ValueError, ["value_fn"]),
-  (lambda: minimize(grad_loss=jnp.ones(3)), ValueError, ["()", "(3,)"]),
+  (lambda: minimize(grad_loss=jnp.ones(3)), ValueError, ["[]", "(3,)"]),
   (lambda: minimize(aggregation="avg"), ValueError, ["aggregation", "avg"]),
   (lambda: minimize(LBFGS, aggregation="sum"), ValueError, ["value_fn"]),
   (
