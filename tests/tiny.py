@@ -8,9 +8,13 @@ import sys
 import ml_collections
 import pytest
 
+from flaxshard.tasks import load
+from flaxshard.train import config as config_lib
+from flaxshard.train import devices
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
+from flaxshard.train import setup as setup_lib
 
 
 def config(**fields) -> ml_collections.ConfigDict:
@@ -37,6 +41,14 @@ def config(**fields) -> ml_collections.ConfigDict:
     writer="none",
   )
   return ml_collections.ConfigDict({**values, **fields})
+
+
+def setup(config, task=None) -> setup_lib.Setup:
+  """Returns what a run of a config needs, with its train step traced."""
+  checked = config_lib.check(load.record(config, task))
+  made = setup_lib.Setup(checked, devices.create_strategy(checked), task)
+  made.trace()
+  return made
 
 
 @contextlib.contextmanager

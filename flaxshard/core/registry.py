@@ -225,6 +225,16 @@ def to_plain(value: Any) -> Any:
   return value.item() if isinstance(value, np.generic) else value
 
 
+def with_name(value: Any) -> Any:
+  """Returns the dict that a name stands for, or a value of another type.
+
+  Example:
+    >>> with_name("cosine")
+    {'name': 'cosine'}
+  """
+  return {"name": value} if isinstance(value, str) else value
+
+
 def is_dict(value: Any) -> bool:
   """Returns whether a value is a dict or a ConfigDict."""
   return isinstance(value, (Mapping, ml_collections.ConfigDict))

@@ -49,9 +49,8 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
       or there is no such topology.
   """
   config = config_lib.check(load.record(config, task))
-  strategy = devices.create_compile_only_strategy(config, topology)
-  loaded = load.load(config, task, shapes_only=True)
-  setup = setup_lib.Setup(config, strategy, loaded)
+  strategy = devices.create_strategy(config, topology)
+  setup = setup_lib.Setup(config, strategy, task, shapes_only=True)
   step = step_lib.compile_step(setup.trace, setup.arguments, setup_lib.BATCH)
   plan = plan_lib.plan_step(step, topology)
   rules = rules_lib.from_config(config.mesh.rules)
@@ -87,7 +86,7 @@ def print_plans(config: Any, topologies: str, workdir: str | None) -> None:
   names = list(dict.fromkeys(map(str.strip, topologies.split(","))))
   # Mistakes in all of them come before the first one is compiled, in minutes.
   for name in names:
-    devices.create_compile_only_strategy(config, name)
+    devices.create_strategy(config, name)
   plans = {}
   for name in names:
     start = time.monotonic()

@@ -55,9 +55,7 @@ def record(config: Any, task: Any) -> Any:
   cls = type(task.task if isinstance(task, AdaptedTask) else task)
   name = f"<{cls.__module__}.{cls.__qualname__}>"
   given = dict(config).get("task", "classification")
-  plain = (
-    {"name": given} if isinstance(given, str) else registry.to_plain(given)
-  )
+  plain = registry.with_name(registry.to_plain(given))
   if plain not in ({"name": "classification"}, {"name": name}):
     raise ValueError(
       f"config.task={plain!r} and task={name} are both given: give one of them."

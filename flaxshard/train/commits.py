@@ -147,7 +147,7 @@ class Commits:
         worker.worker_id,
         root,
       )
-      resume.write_files(self._setup, root)
+      same_run.write_files(self._setup, root)
       evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
       saver.save(step, state, data=self._train_iter, metrics=evaluation)
       # Rows of this step may be those of a worker 0 that could not save it.

@@ -25,8 +25,9 @@ from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.tasks.adapted import AdaptedTask
-from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
+from flaxshard.wrappers.accumulate import Accumulate
+from flaxshard.wrappers.loss_scale import LossScale
 
 
 def plan_state(
@@ -55,13 +56,9 @@ def plan_state(
   tx = sparse_optimizer.wrap(
     tx, config.sparse, config.sparse_semantics, prefix="config."
   )
-  wrappers = wrappers_config.add_accumulation(
-    wrappers_lib.from_config(config.wrappers),
-    config.accumulate_steps,
-    per_replica=config.mesh.per_replica,
-  )
   try:
-    stack.check_replicas(tuple(wrappers), strategy.num_replicas_in_sync)
+    wrappers = _create_wrappers(config)
+    stack.check_replicas(wrappers, strategy.num_replicas_in_sync)
   except ValueError as e:
     raise ValueError(f"config.wrappers: {e}") from e
   rules = rules_lib.from_config(config.mesh.rules)
@@ -120,6 +117,31 @@ def plan_state(
     )
 
   return state, create_state
+
+
+def _create_wrappers(config: Any) -> stack.Wrappers:
+  """Returns the wrappers, with an `Accumulate` for `config.accumulate_steps`.
+
+  It stands as far outside as possible, so that other wrappers see the gradients
+  of the update. A dynamic `LossScale` and what is around it stay outside.
+  """
+  wrappers = wrappers_lib.from_config(config.wrappers)
+  if any(isinstance(w, Accumulate) for w in wrappers):
+    raise ValueError(
+      "'accumulate' is not a wrapper of a training config; set "
+      "config.accumulate_steps, which the schedule depends on as well."
+    )
+  if config.accumulate_steps == 1:
+    return wrappers
+  position = 0
+  for i, w in enumerate(wrappers):
+    if isinstance(w, LossScale) and w.skips_steps:
+      position = i + 1
+  outer, inner = wrappers[:position], wrappers[position:]
+  # A wrapper such as CrossShard has reduced the gradients of each batch.
+  per_replica = config.mesh.per_replica and not stack.reduces_gradients(outer)
+  added = Accumulate(config.accumulate_steps, per_replica=per_replica)
+  return stack.check([*outer, added, *inner])
 
 
 def _sown_collections(state: TrainState) -> list[str]:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import contextlib
 import logging
 import math
 from typing import Any
 
 import jax
-import numpy as np
 
-from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.partitioning import compile_only
-from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.strategy.strategy import Strategy
 
 _log = logging.getLogger(__name__)
 
-P = jax.sharding.PartitionSpec
 
-
-def create_strategy(config: Any) -> Strategy:
+def create_strategy(config: Any, topology: str | None = None) -> Strategy:
   """Returns the strategy of a checked config, of one worker if it has several.
 
   Call it before anything else uses JAX: the number of virtual devices cannot be
@@ -33,11 +27,18 @@ def create_strategy(config: Any) -> Strategy:
 
   Args:
     config: A checked config; see `ranks.config_of_worker`.
+    topology: Name of devices that need not exist, such as `"v5e:2x4"`; see
+      `Topology.named`. JAX starts none then. None: the devices of JAX.
 
   Raises:
     ValueError: There are too few devices, `batch_size` is not a multiple of the
-      number of replicas, or JAX has started without the virtual devices.
+      number of replicas, JAX has started without the virtual devices, or there
+      is no such topology.
   """
+  if topology is not None:
+    named = Topology.named(topology)
+    assert named.devices is not None
+    return strategy_of(config, named.devices.ravel().tolist(), named)
   if config.mesh.virtual_devices:
     _use_virtual_devices(config.mesh.virtual_devices)
   devices = compile_only.all_devices()
@@ -53,24 +54,6 @@ def create_strategy(config: Any) -> Strategy:
     strategy,
   )
   return strategy
-
-
-def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
-  """Returns the strategy of a checked config on devices that need not exist.
-
-  `config.mesh.virtual_devices` is not used. JAX starts no device.
-
-  Args:
-    config: A checked config.
-    topology: Name of the topology, such as `"v5e:2x4"`; see `Topology.named`.
-
-  Raises:
-    ValueError: There is no such topology, or the config does not fit it, as in
-      `create_strategy`.
-  """
-  named = Topology.named(topology)
-  devices: Any = named.devices
-  return strategy_of(config, devices.ravel().tolist(), named)
 
 
 def strategy_of(
@@ -147,44 +130,6 @@ def _use_virtual_devices(count: int) -> None:
     )
 
 
-def batch_specs(
-  split: Mapping[str, Any],
-  batch_size: int,
-  strategy: Strategy,
-  example: Mapping[str, Any],
-) -> dict[str, P]:
-  """Returns how each array of a batch is split over the devices.
-
-  Args:
-    split: `config.mesh.split`: pieces per dimension, by key.
-    batch_size: Examples in a batch.
-    strategy: The strategy of the config.
-    example: One example, without the batch dimension.
-
-  Raises:
-    ValueError: `split` has a key that the example lacks, or pieces that do not
-      fit its shape.
-  """
-  specs = {key: P(mesh_lib.REPLICA) for key in example}
-  for key, pieces in dict(split).items():
-    field = f"config.mesh.split.{key}={tuple(pieces)!r}"
-    if key not in example:
-      raise ValueError(
-        f"{field}: a batch has {', '.join(sorted(example))}."
-        f"{checks.did_you_mean(key, example)}"
-      )
-    replicas = strategy.num_replicas_in_sync
-    shape = (batch_size // replicas, *np.shape(example[key]))
-    try:
-      spec = logical_devices.partition_spec(strategy.mesh, shape, pieces)
-    except ValueError as e:
-      raise ValueError(f"{field}: {e}") from e
-    # Each replica splits its own part of the batch dimension.
-    batch_axes = (mesh_lib.REPLICA, *specs_lib.axes_of(spec[0]))
-    specs[key] = P(batch_axes, *spec[1:])
-  return specs
-
-
 def replicate(strategy: Strategy, tree: Any) -> Any:
   """Returns a tree of arrays, whole on every device of the strategy.
 
@@ -193,7 +138,9 @@ def replicate(strategy: Strategy, tree: Any) -> Any:
     tree: Arrays that are the same in all processes. They are not compared, so
       that no process waits for another one.
   """
-  replicated = jax.sharding.NamedSharding(strategy.mesh, P())
+  replicated = jax.sharding.NamedSharding(
+    strategy.mesh, jax.sharding.PartitionSpec()
+  )
   return jax.tree.map(
     lambda x: mesh_lib.put(x, replicated, compare=False), tree
   )

@@ -25,12 +25,11 @@ from flaxshard.partitioning import compile_only
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply as apply_lib
-from flaxshard.tasks import load as tasks_load
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import ranks
-from flaxshard.train import resume
+from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 
 _log = logging.getLogger(__name__)
@@ -146,8 +145,14 @@ def load(
   """
   workdir = files.absolute(workdir)
   values, shapes = (
-    _read_json(workdir, name) for name in (resume.CONFIG_FILE, resume.DATA_FILE)
+    same_run.read_json(workdir, name)
+    for name in (same_run.CONFIG_FILE, same_run.DATA_FILE)
   )
+  if values is None or shapes is None:
+    hint = "it has no config.json or no data.json."
+    if not epath.Path(workdir).is_dir():
+      hint = steps.describe_missing(workdir)
+    raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
   # JSON has lists for the tuples of the config.
   config = config_lib.check(registry.to_plain(values))
   setup = plan(config, shapes, task, strategy, rules)
@@ -155,7 +160,6 @@ def load(
     step = _best_step(config, workdir)
   elif step is not None:
     step = checks.integer("step", step, minimum=0)
-
   restore = lambda: choose.read(
     workdir,
     step,
@@ -175,7 +179,7 @@ def load(
     task=setup.task,
     step=number,
     strategy=setup.strategy,
-    example=setup.loaded.shapes.example,
+    example=setup.shapes.example,
     workdir=workdir,
   )
 
@@ -196,8 +200,6 @@ def plan(
     strategy: As for `load`.
     rules: As for `load`.
   """
-  known = resume.shapes_from_json(shapes)
-  loaded = tasks_load.load(config, task, known=known)
   if strategy is None:
     found = compile_only.all_devices()
     try:
@@ -210,23 +212,8 @@ def plan(
     values = config.to_dict()
     values["mesh"]["rules"] = rules
     config = config_lib.check(values)
-  return setup_lib.Setup(config, strategy, loaded)
-
-
-def _read_json(workdir: str, name: str) -> dict[str, Any]:
-  """Returns the content of a JSON file of a workdir.
-
-  Raises:
-    ValueError: The folder is missing or is not a workdir, or the file is
-      broken.
-  """
-  content = resume.read_json(workdir, name)
-  if content is None:
-    hint = f"it has no {name}."
-    if not epath.Path(workdir).is_dir():
-      hint = steps.describe_missing(workdir)
-    raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
-  return content
+  known = same_run.shapes_from_json(shapes)
+  return setup_lib.Setup(config, strategy, task, known=known)
 
 
 def _find_final_center(
@@ -266,8 +253,8 @@ def _best_step(config: Any, workdir: str) -> int:
     mode = config_lib.resolve_mode(metric, config.best_mode)
     ranking = choose.Keep(best_metric=metric, best_mode=mode)
     number = choose.best_step(workdir, ranking)
-  if number is None:
-    raise ValueError(
-      f"step='best': no checkpoint in {workdir} has a finite {metric}."
-    )
+    if number is None:
+      raise ValueError(
+        f"step='best': no checkpoint in {workdir} has a finite {metric}."
+      )
   return int(multihost.exchange(str(number))[0])

@@ -144,7 +144,8 @@ def _run(
   call_hooks = hooks_lib.create(config, hooks, workdir, rank.worker_id)
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
-  setup = setup_lib.create_setup(config, strategy, task, rank)
+  setup = setup_lib.Setup(config, strategy, task, rank)
+  lowered = setup.lowered_train_step
   evaluation_lib.check_metrics(setup)
   same_run.check_setup(setup)
 
@@ -180,14 +181,14 @@ def _run(
       return state, None
 
     report.log_state(state, is_new=first_step == 0)
-    _compile(setup.lowered_train_step)
+    _compile(lowered)
     try:
       state, step = commits.start(state, first_step)
     except InterruptedError:
       # Stopped while it waited for the other workers: nothing to save.
       return state, stop_request.signum
     # Only now: workers with another config are refused.
-    resume.write_files(setup, workdir)
+    same_run.write_files(setup, workdir)
     write_row = stack.enter_context(
       report.open_report(config, workdir, first_step)
     )

@@ -1,13 +1,19 @@
-"""Compares what the processes and the workers of a run have.
+"""Whether a run is the same: in its workdir, its processes and its workers.
 
-Processes that disagree would wait for each other for ever, or train on with
-parameters that differ.
+`config.json` and `data.json` say with which config and data a workdir was
+trained: a checkpoint counts the batches consumed, so the data must be the same.
+Processes and workers that disagree would wait for each other for ever, or train
+on with parameters that differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import hashlib
 import importlib.metadata
+import json
+import logging
+import math
 import os
 import time
 from typing import Any
@@ -18,11 +24,22 @@ import jax
 import numpy as np
 
 from flaxshard import data
+from flaxshard.core import checks
+from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core.version import VERSION
 from flaxshard.data import sources
-from flaxshard.train import resume
+from flaxshard.train import early_stopping
 from flaxshard.train import setup as setup_lib
+from flaxshard.train.config import definition
+
+_log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.json"
+DATA_FILE = "data.json"
+
+# Another value of these fields means other examples at the same position.
+_DATA_FIELDS = ("data", "batch_size", "seed")
 
 # The packages that decide what a step computes and how it is saved.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -34,6 +51,145 @@ _SAME_COMMAND = (
   "Run the same command, with the same files and packages, and as many devices "
   "of one kind, on all processes."
 )
+
+
+# The last run of a workdir.
+
+
+def write_files(setup: setup_lib.Setup, workdir: str) -> None:
+  """Writes what the next run compares, from process 0.
+
+  Args:
+    setup: The setup of the config. A run is loaded without its data: the shapes
+      of an example are written.
+    workdir: The workdir.
+  """
+  if jax.process_index():
+    return
+  data_json = {
+    "num_train_examples": setup.num_train_examples,
+    **_shapes_to_json(setup.shapes),
+  }
+  for name, content in (
+    (CONFIG_FILE, config_to_json(setup.config)),
+    (DATA_FILE, data_json),
+  ):
+    text = json.dumps(content, indent=2, sort_keys=True)
+    files.write_text(os.path.join(workdir, name), text)
+
+
+def read_json(workdir: str, name: str) -> dict[str, Any] | None:
+  """Returns the content of a JSON file of a workdir; None if it is missing.
+
+  Raises:
+    ValueError: The file is broken.
+  """
+  path = epath.Path(os.path.join(workdir, name))
+  if not path.exists():
+    return None
+  try:
+    return dict(json.loads(path.read_bytes()))
+  except (ValueError, TypeError) as e:
+    raise ValueError(
+      f"{path} is broken ({e}). A run continues without this file, and without "
+      "a check that the config fits."
+    ) from e
+
+
+def config_to_json(config: Any) -> dict[str, Any]:
+  """Returns a config as in its `config.json`, which has lists for tuples."""
+  return dict(json.loads(config.to_json()))
+
+
+def _shapes_to_json(shapes: data.Shapes) -> dict[str, Any]:
+  return {
+    "num_classes": shapes.num_classes,
+    "example": {
+      key: {"shape": x.shape, "dtype": str(x.dtype)}
+      for key, x in shapes.example.items()
+    },
+  }
+
+
+def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes:
+  """Returns the shapes in the content of a `data.json`."""
+  example = {
+    key: jax.ShapeDtypeStruct(tuple(x["shape"]), np.dtype(x["dtype"]))
+    for key, x in content["example"].items()
+  }
+  return data.Shapes(example, content["num_classes"])
+
+
+def check_earlier_run(
+  config: Any, workdir: str, num_train_examples: int | None, latest_step: int
+) -> None:
+  """Raises if a config cannot continue the last run of a workdir.
+
+  With other data, another batch size or another seed, the batches consumed are
+  other examples. A finished run must not pass for one of a changed config. A
+  config that changes in the middle of a run is warned of.
+
+  Args:
+    config: A checked config.
+    workdir: The workdir, with the `config.json` of its last run.
+    num_train_examples: Number of training examples now.
+    latest_step: The latest step that was saved.
+
+  Raises:
+    ValueError: The data has changed; or the last run is finished, the config
+      has changed, and `config.resume` is not "extend", or there is no step to
+      add; or a file of the last run is broken.
+  """
+  before, now = read_json(workdir, CONFIG_FILE), config_to_json(config)
+  if before is None:
+    _log.warning(
+      "%s/%s is missing: not checked if the config fits", workdir, CONFIG_FILE
+    )
+    return
+  count = (read_json(workdir, DATA_FILE) or {}).get("num_train_examples")
+  must_equal = {f"config.{f}": (before.get(f), now[f]) for f in _DATA_FIELDS}
+  must_equal["the number of training examples"] = count, num_train_examples
+  for name, (old, new) in must_equal.items():
+    # A stream has no number of examples.
+    if None not in (old, new) and old != new:
+      raise ValueError(
+        f"{name}={new!r}, but {workdir} was trained with {old!r}, so its data "
+        "cannot be continued. Use that value or another workdir."
+      )
+  changes = ", ".join(
+    f"{path}: {old!r} -> {new!r}"
+    for field in now
+    # A field that another version did not have is no change.
+    if field in before and field not in definition.FREE_FIELDS
+    for path, old, new in checks.differences(
+      before[field], now[field], f"config.{field}"
+    )
+  )
+  if not changes:
+    return
+
+  def is_finished(values: Mapping[str, Any]) -> bool:
+    rule = values.get("early_stopping", {"metric": "none"})
+    stopping = early_stopping.replay(rule, workdir, latest_step)
+    is_last = latest_step >= values.get("num_train_steps", math.inf)
+    return is_last or stopping.stopped_step is not None
+
+  if is_finished(now) or (config.resume != "extend" and is_finished(before)):
+    raise ValueError(
+      f"{workdir} has a finished run of {latest_step} steps, and the config "
+      f"has changed: {changes}. Use another workdir, or train on with "
+      "config.resume='extend' (--config.resume=extend) and a "
+      f"config.num_train_steps above {latest_step}; after early stopping, "
+      "with a larger config.early_stopping.patience, too."
+    )
+  _log.warning(
+    "the config has changed; training goes on from step %d with %s",
+    latest_step,
+    changes,
+  )
+
+
+# The processes and the workers of a run.
 
 
 def check_config(config: Any) -> None:
@@ -79,16 +235,16 @@ def worker_facts(setup: setup_lib.Setup) -> dict[str, Any]:
     setup: The setup of the config.
   """
   facts = _code_facts(setup.config)
-  for field in resume.FREE_FIELDS:
+  for field in definition.FREE_FIELDS:
     facts["config"].pop(field)
-  example = resume.shapes_to_json(setup.loaded.shapes)
+  example = _shapes_to_json(setup.shapes)
   return {**facts, **_data_facts(setup.splits), "example": example}
 
 
 def _code_facts(config: Any) -> dict[str, Any]:
   """Returns facts about the config and the code."""
   return {
-    "config": resume.config_to_json(config),
+    "config": config_to_json(config),
     "the version of": {
       "flaxshard": VERSION,
       **{name: importlib.metadata.version(name) for name in _PACKAGES},

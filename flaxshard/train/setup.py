@@ -14,12 +14,15 @@ import jax
 import numpy as np
 
 from flaxshard import data
+from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import trees
 from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
+from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import PerReplica
 from flaxshard.state.train_state import TrainState
@@ -42,14 +45,16 @@ STATE, PROGRESS, BATCH, RNG = range(4)
 class Setup:
   """The devices, the task, the data, the state and the steps of a config.
 
-  To build it traces the creation of the state. Nothing else is traced, read or
-  allocated.
+  To build it loads the data and traces the creation of the state. Nothing else
+  is traced or allocated.
 
   Args:
     config: A checked config.
     strategy: Its strategy; see `devices.create_strategy`.
-    loaded: The task and its data, or the shapes of its data.
+    task: A task object, in place of the one that `config.task` names.
     rank: The worker that this process is.
+    shapes_only: Whether to find only the shapes of the data; see `load.load`.
+    known: The shapes of the data, if they are known: nothing is read.
 
   Attributes:
     batch_size: Examples in a batch, of this worker alone if there are several.
@@ -58,22 +63,26 @@ class Setup:
     create_state: Returns a new state, and warns of a precision without a scale.
 
   Raises:
-    ValueError, TypeError: The model, the optimizer, the rules and the wrappers
-      do not fit each other. The message names the field.
+    ValueError, TypeError: The data, the model, the optimizer, the rules and the
+      wrappers do not fit each other. The message names the field.
+    ImportError: A package that the config needs is not installed.
   """
 
   def __init__(
     self,
     config: Any,
     strategy: Strategy,
-    loaded: load.LoadedTask,
+    task: Any = None,
     rank: Rank = _ALONE,
+    *,
+    shapes_only: bool = False,
+    known: data.Shapes | None = None,
   ):
     self.config = config
     self.strategy = strategy
-    self.loaded = loaded
     self.rank = rank
-    self.task = loaded.task
+    loaded = load.load(config, task, shapes_only=shapes_only, known=known)
+    self.task, self.shapes = loaded.task, loaded.shapes
     self.splits = loaded.splits
     self.batch_size = config.batch_size // rank.num_workers
     tx, self.schedule = optimizer.create(config)
@@ -105,7 +114,7 @@ class Setup:
         jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
         sharding=jax.sharding.NamedSharding(mesh, specs[key]),
       )
-      for key, x in self.loaded.shapes.example.items()
+      for key, x in self.shapes.example.items()
     }
     progress = jax.eval_shape(lambda: steps.init_progress(self.task))
     rng = jax.eval_shape(lambda: jax.random.key(0))
@@ -118,13 +127,27 @@ class Setup:
 
   @functools.cached_property
   def _batch_specs(self) -> dict[str, P]:
-    """The PartitionSpec of each array of a batch, by key."""
-    return devices.batch_specs(
-      self.config.mesh.split,
-      self.batch_size,
-      self.strategy,
-      self.loaded.shapes.example,
-    )
+    """How each array of a batch is split over the devices, by key."""
+    example = self.shapes.example
+    specs = {key: P(mesh_lib.REPLICA) for key in example}
+    # Each replica splits its own part of the batch dimension.
+    size = self.batch_size // self.strategy.num_replicas_in_sync
+    for key, pieces in self.config.mesh.split.items():
+      field = f"config.mesh.split.{key}={pieces!r}"
+      if key not in example:
+        raise ValueError(
+          f"{field}: a batch has {', '.join(sorted(example))}."
+          f"{checks.did_you_mean(key, example)}"
+        )
+      try:
+        spec = logical_devices.partition_spec(
+          self.strategy.mesh, (size, *np.shape(example[key])), pieces
+        )
+      except ValueError as e:
+        raise ValueError(f"{field}: {e}") from e
+      batch_axes = (mesh_lib.REPLICA, *specs_lib.axes_of(spec[0]))
+      specs[key] = P(batch_axes, *spec[1:])
+    return specs
 
   def _place(self, tree: Any, per_replica: bool) -> Any:
     """Returns shapes that are whole on every device, or one per replica."""
@@ -307,30 +330,3 @@ class Setup:
   def _rows(self) -> Sequence[int]:
     """Returns the rows of a batch that this process reads."""
     return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
-
-
-def create_setup(
-  config: Any, strategy: Strategy, task: Any = None, rank: Rank = _ALONE
-) -> Setup:
-  """Loads the data of a config, and builds everything that a run needs.
-
-  Args:
-    config: A checked config.
-    strategy: Its strategy; see `devices.create_strategy`.
-    task: A task object, in place of the one that `config.task` names.
-    rank: The worker that this process is.
-
-  Raises:
-    ValueError, TypeError: The data, the model, the optimizer, the rules and the
-      wrappers do not fit each other. The message names the field.
-    ImportError: A package that the config needs is not installed.
-  """
-  loaded = load.load(config, task)
-  if loaded.splits is not None:
-    sources.check_batch_size(
-      "config.batch_size", config.batch_size, loaded.splits
-    )
-  setup = Setup(config, strategy, loaded, rank)
-  # Traced now, so that its errors come before anything is written.
-  setup.lowered_train_step  # noqa: B018
-  return setup

@@ -80,50 +80,6 @@ def from_config(
   return stack.check(made)
 
 
-def add_accumulation(
-  wrappers: Sequence[base.Base], steps: int, *, per_replica: bool = False
-) -> tuple[base.Base, ...]:
-  """Adds an `Accumulate` to wrappers, for `accumulate_steps` of a config.
-
-  It is placed as far outside as possible, so that other wrappers see the
-  gradients of the update. A dynamic `LossScale` and what is around it stay
-  outside.
-
-  Args:
-    wrappers: The wrappers, outermost first.
-    steps: Number of batches in an update. With 1 nothing is added.
-    per_replica: See `Accumulate`. A wrapper around it that reduces the
-      gradients of each batch, such as `CrossShard`, makes it False.
-
-  Raises:
-    ValueError: The wrappers do not allow it.
-
-  Example:
-    >>> import flaxshard as fs
-    >>> added = add_accumulation([fs.LossScale(), fs.EMA()], 4)
-    >>> [wrapper.name for wrapper in added]
-    ['loss_scale', 'accumulate', 'ema']
-  """
-  if any(isinstance(w, Accumulate) for w in wrappers):
-    raise ValueError(
-      "config.wrappers: 'accumulate' is not a wrapper of a training config; "
-      "set config.accumulate_steps, which the schedule depends on as well."
-    )
-  if steps == 1:
-    return tuple(wrappers)
-  position = 0
-  for i, w in enumerate(wrappers):
-    if isinstance(w, loss_scale.LossScale) and w.skips_steps:
-      position = i + 1
-  outer, inner = tuple(wrappers[:position]), wrappers[position:]
-  is_reduced = stack.reduces_gradients(outer)
-  added = Accumulate(steps, per_replica=per_replica and not is_reduced)
-  try:
-    return stack.check([*outer, added, *inner])
-  except ValueError as e:
-    raise ValueError(f"config.accumulate_steps={steps}: {e}") from e
-
-
 def _construct(where: str, name: Any, arguments: Any) -> Any:
   """Builds the dataclass of a name with the arguments of a config."""
   cls = registry.lookup(where, name, _CLASSES)

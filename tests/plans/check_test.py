@@ -20,7 +20,6 @@ from flaxshard.plans import check as check_lib
 from flaxshard.plans import Finding
 from flaxshard.plans import Findings
 from flaxshard.plans import step as step_lib
-from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices as devices_lib
 from flaxshard.train import setup as setup_lib
@@ -124,11 +123,8 @@ def test_configs_have_no_findings(name: str) -> None:
   if "lm" in name:
     config.model.num_layers = 2
   checked = config_lib.check(config)
-  loaded = load.load(checked, shapes_only=True)
   program = setup_lib.Setup(
-    checked,
-    devices_lib.create_strategy(checked),
-    loaded,
+    checked, devices_lib.create_strategy(checked), shapes_only=True
   )
   step = step_lib.compile_step(
     program.trace, program.arguments, setup_lib.BATCH

@@ -10,19 +10,16 @@ import tiny
 
 from configs import lm_1b
 from flaxshard.plans import config as config_plans
-from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import setup as setup_lib
 
 
 def test_a_plan_and_a_run_have_the_same_arguments():
-  config = config_lib.check(
+  setup = tiny.setup(
     tiny.config(mesh={"rules": ({"name": "fsdp", "min_size": 64},)})
   )
-  setup = setup_lib.create_setup(config, devices.create_strategy(config))
-  loaded = load.load(config, shapes_only=True)
-  program = setup_lib.Setup(config, setup.strategy, loaded)
+  program = setup_lib.Setup(setup.config, setup.strategy, shapes_only=True)
   for planned, run in zip(
     jax.tree.leaves(program.abstract_state),
     jax.tree.leaves(setup.abstract_state),
@@ -82,12 +79,9 @@ def test_configs_that_do_not_fit_the_devices_raise(fields, topology, facts):
 @pytest.mark.tpu
 def test_lm_1b_has_a_billion_parameters_split_by_its_rules():
   config = config_lib.check(lm_1b.get_config())
-  loaded = load.load(config, shapes_only=True)
-  params = setup_lib.Setup(
-    config,
-    devices.create_compile_only_strategy(config, "v5p:4x4x8"),
-    loaded,
-  ).abstract_state.params
+  strategy = devices.create_strategy(config, "v5p:4x4x8")
+  setup = setup_lib.Setup(config, strategy, shapes_only=True)
+  params = setup.abstract_state.params
   count = sum(x.size for x in jax.tree.leaves(params))
   assert 1.0e9 < count < 1.05e9
   kernel = params["block8"]["mlp_in"]["kernel"]

@@ -23,9 +23,7 @@ from flaxshard.state import lora
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
-from flaxshard.train import devices
 from flaxshard.train import rollouts
-from flaxshard.train import setup as setup_lib
 
 _THIS = "custom_tasks"
 
@@ -70,9 +68,7 @@ def test_a_task_object_trains_with_collections_streams_and_sown_losses(
 
 def test_sown_collections_are_not_in_the_state_with_lora():
   task = Regression()
-  checked = config_lib.check(load.record(config(lora={"rank": 1}), task))
-  strategy = devices.create_strategy(checked)
-  setup = setup_lib.create_setup(checked, strategy, task)
+  setup = tiny.setup(config(lora={"rank": 1}), task)
   names = fields_lib.collections(setup.abstract_state)
   assert set(names) == {"batch_stats", lora.FROZEN}
 

@@ -15,11 +15,7 @@ import tiny
 
 from flaxshard import data
 from flaxshard import tasks
-from flaxshard.tasks import load
-from flaxshard.train import config as config_lib
-from flaxshard.train import devices
 from flaxshard.train import evaluation
-from flaxshard.train import setup as setup_lib
 
 _THIS = "mistaken_tasks"
 
@@ -57,9 +53,7 @@ class Task:
 
 
 def create_setup(task=None, /, **fields):
-  checked = config_lib.check(load.record(config(**fields), task))
-  strategy = devices.create_strategy(checked)
-  setup = setup_lib.create_setup(checked, strategy, task)
+  setup = tiny.setup(config(**fields), task)
   evaluation.check_metrics(setup)
   return setup
 

@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 from flaxshard.train import config as config_lib
-from flaxshard.train import resume
+from flaxshard.train import same_run
 
 
 def make_config(**fields):
@@ -24,7 +24,7 @@ def workdir(tmp_path):
 
 def check(workdir, latest_step, num_examples=128, **fields):
   config = config_lib.check(make_config(**fields))
-  resume.check_earlier_run(config, workdir, num_examples, latest_step)
+  same_run.check_earlier_run(config, workdir, num_examples, latest_step)
 
 
 @pytest.mark.parametrize(

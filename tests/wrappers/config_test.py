@@ -8,7 +8,6 @@ import ml_collections
 import pytest
 
 import flaxshard as fs
-from flaxshard.wrappers import config
 from flaxshard.wrappers import from_config
 
 
@@ -88,17 +87,3 @@ def test_mistakes(entries, error, facts):
   with pytest.raises(error) as e:
     from_config(entries)
   assert all(fact in str(e.value) for fact in facts.split())
-
-
-@pytest.mark.parametrize(
-  ("wrappers", "names"),
-  [
-    ([fs.LossScale(4.0), fs.EMA()], ["accumulate", "loss_scale", "ema"]),
-    ([fs.LossScale(), fs.EMA()], ["loss_scale", "accumulate", "ema"]),
-    ([fs.CrossShard()], ["accumulate", "cross_shard"]),
-  ],
-)
-def test_accumulation_is_added_as_far_outside_as_possible(wrappers, names):
-  added = config.add_accumulation(wrappers, 4, per_replica=True)
-  assert [w.name for w in added] == names
-  assert added[names.index("accumulate")] == fs.Accumulate(4, per_replica=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import operator
 from typing import Any
 
@@ -130,20 +130,17 @@ def check(config: Any) -> ml_collections.ConfigDict:
       "config must be a ConfigDict or a dict of its fields, got "
       f"{checks.describe(config)}.{hint}"
     )
-  # A copy: changing the checked config leaves the given one as it is.
-  given = add_defaults(registry.to_plain(config)).to_dict()
   try:
-    model = definition.Config.model_validate(given)
+    # Of a copy: changing the checked config leaves the given one as it is.
+    model = definition.Config.model_validate(registry.to_plain(config))
   except pydantic.ValidationError as e:
     raise _first_error(e) from None
   values = {path: operator.attrgetter(path)(model) for path in FIELDS}
-  _check_named(values)
-  for mistake in _contradictions(values):
-    raise ValueError(mistake)
+  _check_names(values)
+  _check_combinations(values)
   checked = model.to_dict()
   if ":" not in checked["optimizer"]["name"] + checked["schedule"]["name"]:
     optimizer.create(checked)
-  _check_wrappers(checked)
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   return ml_collections.ConfigDict(checked).lock()
 
@@ -155,9 +152,11 @@ def _first_error(errors: pydantic.ValidationError) -> ValueError:
   *parents, field = ("config", *map(str, error["loc"]))
   if error["type"] == "extra_forbidden":
     return ValueError(_unknown_field(".".join([*parents[1:], field])))
-  message = f"{field}: {error['msg']}, got {error['input']!r}."
+  message = f"{field}: {error['msg']}"
+  if error["type"] != "missing":
+    message += f", got {error['input']!r}"
   # Those of our own checks begin with the field.
-  cause = error.get("ctx", {}).get("error", message)
+  cause = error.get("ctx", {}).get("error", f"{message}.")
   is_type = isinstance(cause, TypeError) or error["type"].endswith("_type")
   kind = checks.ArgumentTypeError if is_type else ValueError
   return kind(".".join([*parents, str(cause)]))
@@ -176,7 +175,7 @@ def _unknown_field(path: str) -> str:
   )
 
 
-def _check_named(values: Mapping[str, Any]) -> None:
+def _check_names(values: Mapping[str, Any]) -> None:
   """Raises if a name is missing or unknown.
 
   What a name of a module stands for is not imported.
@@ -193,25 +192,25 @@ def _check_named(values: Mapping[str, Any]) -> None:
       registry.lookup(f"config.{field}.name", name, known)
 
 
-def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
-  """Yields what is wrong with fields that are valid by themselves."""
+def _check_combinations(values: Mapping[str, Any]) -> None:
+  """Raises if fields that are valid by themselves contradict each other."""
 
   def show(path: str) -> str:
     return f"config.{path}={values[path]!r}"
 
   if values["mesh.axes"] and values["mesh.logical_devices"] != 1:
-    yield (
+    raise ValueError(
       f"{show('mesh.logical_devices')} must be 1 if {show('mesh.axes')} names "
       "the axes of the logical devices."
     )
   every = values["checkpoint_every_steps"]
   if values["keep_every_steps"] % every:
-    yield (
+    raise ValueError(
       f"{show('keep_every_steps')} must be 0 or a multiple of "
       f"{show('checkpoint_every_steps')}: other steps are not saved."
     )
   if values["best_metric"] != "none" and every % values["eval_every_steps"]:
-    yield (
+    raise ValueError(
       f"{show('checkpoint_every_steps')} must be a multiple of "
       f"{show('eval_every_steps')} with {show('best_metric')}: a checkpoint is "
       "rated by the evaluation of its step."
@@ -219,26 +218,20 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
   for switch, *others in _SWITCHES:
     changed = [p for p in others if values[p] != FIELDS[p].default]
     if changed and values[switch] == FIELDS[switch].default:
-      yield f"{show(changed[0])} has no effect with {show(switch)}."
+      raise ValueError(f"{show(changed[0])} has no effect with {show(switch)}.")
   for metric, mode in (
     ("best_metric", "best_mode"),
     ("early_stopping.metric", "early_stopping.mode"),
   ):
     is_known = values[metric] in ("none", *_BEST_MODES)
     if values[mode] == "auto" and not is_known:
-      yield (
+      raise ValueError(
         f"{show(mode)} is not known for {show(metric)}: it must be 'min' if "
         "smaller values are better, or 'max'."
       )
-
-
-def _check_wrappers(config: Mapping[str, Any]) -> None:
-  """Raises if wrappers do not fit the mesh."""
-  if config["mesh"]["per_replica"] or config["mesh"]["replica"] == 1:
-    return
-  given = wrappers.from_config(config["wrappers"])
+  given = wrappers.from_config(values["wrappers"])
   names = [w.name for w in given if stack.reduces_gradients((w,))]
-  if names:
+  if names and values["mesh.replica"] != 1 and not values["mesh.per_replica"]:
     raise ValueError(
       f"config.wrappers: {', '.join(names)} reduces the gradients of the "
       "replicas, which config.mesh.per_replica=False does not keep apart; set "

@@ -334,3 +334,7 @@ def is_group(kind: Any) -> TypeGuard[type[Group]]:
 
 SECTIONS = tuple(reversed(Config.__bases__))
 FIELDS = fields_of(Config)
+# These do not change what a run of given data computes.
+FREE_FIELDS = frozenset(
+  Devices.model_fields | Metrics.model_fields | Checkpoints.model_fields
+) | {"hooks", "on_nonfinite", "resume"}

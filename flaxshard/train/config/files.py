@@ -178,11 +178,8 @@ def set_fields(
       *parents, name = path.split(".")
       holder = config
       for parent in parents:
-        value = holder.get(parent, {})
-        if isinstance(value, str):
-          # It stands for a dict with that name.
-          value = {"name": value}
-        if not isinstance(value, (dict, ml_collections.ConfigDict)):
+        value = registry.with_name(holder.get(parent, {}))
+        if not registry.is_dict(value):
           raise ValueError(
             f"--config.{path}: {parent} has no fields; it is {value!r}."
           )

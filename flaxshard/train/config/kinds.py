@@ -11,6 +11,7 @@ from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import parameter_groups
 from flaxshard.core import patterns
+from flaxshard.core import registry
 from flaxshard.partitioning import rules as rules_lib
 
 
@@ -39,16 +40,6 @@ def readable(read: Callable[[Any, Any], Any]) -> Any:
   return pydantic.AfterValidator(check)
 
 
-def _with_name(value: Any) -> Any:
-  """A name stands for the dict without arguments, and None for the empty one.
-
-  Whether there must be a name is checked with what the name stands for.
-  """
-  if isinstance(value, str) and value:
-    return {"name": value}
-  return {} if value is None else value
-
-
 def _is_range(steps: tuple[int, ...]) -> bool:
   return not steps or (len(steps) == 2 and steps[0] <= steps[1])
 
@@ -68,7 +59,13 @@ Mode = Literal["auto", "max", "min"]
 Replicas = Annotated[
   int, where("-1, or at least 1", lambda count: count == -1 or count > 0)
 ]
-Named = Annotated[dict[str, Any], pydantic.BeforeValidator(_with_name)]
+# Whether there must be a name is checked with what it stands for.
+Named = Annotated[
+  dict[str, Any],
+  pydantic.BeforeValidator(
+    lambda value: {} if value is None else registry.with_name(value)
+  ),
+]
 StepsRange = Annotated[
   tuple[Count, ...], where("() or (first step, last step)", _is_range)
 ]
