@@ -3,9 +3,9 @@
 The package is not called `plan`: that is the function `flaxshard.plan`.
 """
 
-from flaxshard.plans.findings import Finding
-from flaxshard.plans.findings import Findings
-from flaxshard.plans.memory import Memory
+from flaxshard.plans.check import Finding
+from flaxshard.plans.check import Findings
+from flaxshard.plans.plan import Memory
 from flaxshard.plans.plan import Plan
 from flaxshard.plans.traffic import Collective
 from flaxshard.plans.traffic import collectives

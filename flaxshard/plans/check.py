@@ -15,10 +15,7 @@ from flaxshard.core import checks
 from flaxshard.core import jaxprs
 from flaxshard.core import source_lines
 from flaxshard.partitioning import rules as rules_lib
-from flaxshard.plans import findings
 from flaxshard.plans import step as step_lib
-from flaxshard.plans.findings import Finding
-from flaxshard.plans.findings import Findings
 from flaxshard.plans.step import Leaf
 from flaxshard.plans.step import Step
 from flaxshard.plans.traffic import Collective
@@ -29,6 +26,62 @@ _MOVING = ("all-gather", "all-to-all", "collective-permute")
 _REDUCING = ("all-reduce", "reduce-scatter")
 _OF_ANY_SIZE = ("changed state", "host callback")
 _CALLBACKS = ("debug_callback", "debug_print", "io_callback", "pure_callback")
+# Paths that a sentence names before it counts the others.
+_MAX_LISTED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """One likely mistake in a compiled step.
+
+  Attributes:
+    kind: "batch", "replicated state", "float32 gradients", "activations",
+      "host callback", "donation", "changed state" or "large constant".
+    message: What was found and what to do about it.
+    paths: Paths of the arrays of the state that it concerns, such as
+      `params/Dense_0/kernel`; empty if it concerns none.
+    source: The user's line, such as `model.py:12`, or "".
+    nbytes: Bytes on each device that the mistake costs: of memory, or, for a
+      collective, of its results in one call of the step.
+  """
+
+  kind: str
+  message: str
+  paths: tuple[str, ...] = ()
+  source: str = ""
+  nbytes: int = 0
+
+  def __str__(self) -> str:
+    where = f"{self.source}: " if self.source else ""
+    return f"{where}{self.kind}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+  """All findings of a step, the most expensive first.
+
+  `str()` has a line for each. A result without findings is false.
+
+  Attributes:
+    findings: The findings.
+    notes: Sentences on what could not be checked.
+  """
+
+  findings: tuple[Finding, ...]
+  notes: tuple[str, ...] = ()
+
+  def __iter__(self) -> Iterator[Finding]:
+    return iter(self.findings)
+
+  def __len__(self) -> int:
+    return len(self.findings)
+
+  def __getitem__(self, index: int) -> Finding:
+    return self.findings[index]
+
+  def __str__(self) -> str:
+    lines = [f"{i}. {x}" for i, x in enumerate(self.findings, 1)]
+    return "\n".join([*(lines or ["no findings"]), *self.notes])
 
 
 def check(
@@ -150,6 +203,44 @@ def check_step(
   return Findings(tuple(kept), notes)
 
 
+def _of_arrays(
+  kind: str, leaves: Sequence[Leaf], message: str
+) -> Iterator[Finding]:
+  """Yields one finding for all leaves, the largest first; none for none."""
+  if not leaves:
+    return
+  ordered = sorted(leaves, key=lambda leaf: leaf.nbytes, reverse=True)
+  paths = tuple(leaf.path for leaf in ordered)
+  listed = ", ".join(paths[:_MAX_LISTED])
+  if len(paths) > _MAX_LISTED:
+    listed += f" and {len(paths) - _MAX_LISTED} more"
+  nbytes = sum(leaf.nbytes for leaf in ordered)
+  yield Finding(kind, _with_size(listed, nbytes, message), paths, "", nbytes)
+
+
+def _of_lines(
+  kind: str, moved: Sequence[Collective], message: str
+) -> Iterator[Finding]:
+  """Yields one finding for each of the user's lines."""
+  lines: dict[str, list[Collective]] = {}
+  for one in moved:
+    lines.setdefault(one.source, []).append(one)
+  for source, group in lines.items():
+    kinds = " and ".join(sorted({one.kind for one in group}))
+    axes = ", ".join(
+      sorted({repr(axis) for one in group for axis in one.along})
+    )
+    nbytes = int(sum(x.executions * x.result_bytes for x in group))
+    text = _with_size(f"{kinds} over {axes}", nbytes, message)
+    if not source:
+      text += f" (In {group[0].op_name or 'the program'}.)"
+    yield Finding(kind, text, source=source, nbytes=nbytes)
+
+
+def _with_size(what: str, nbytes: int, message: str) -> str:
+  return f"{what} ({checks.format_bytes(nbytes)} on each device): {message}"
+
+
 def _parameters(step: Step) -> dict[str, Leaf]:
   """Returns the parameters by their paths in `step.params`."""
   leaves = step.state_leaves
@@ -170,13 +261,14 @@ def _replicated_parameters(
       rules_lib.resolve(rules, mesh, step.params),
       is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec),
     )
-    ruled = [
-      dataclasses.replace(x, sharding=jax.sharding.NamedSharding(mesh, spec))
-      for x, spec in zip(params, specs, strict=True)
-    ]
-    yield from findings.of_arrays(
+    sharded = lambda spec: jax.sharding.NamedSharding(mesh, spec)
+    yield from _of_arrays(
       "replicated state",
-      [x for x, y in zip(params, ruled, strict=True) if x.nbytes > y.nbytes],
+      [
+        x
+        for x, spec in zip(params, specs, strict=True)
+        if x.nbytes > dataclasses.replace(x, sharding=sharded(spec)).nbytes
+      ],
       "not split as the rules say. Create the state with these rules: "
       "create_train_state(..., strategy=, rules=).",
     )
@@ -187,7 +279,7 @@ def _replicated_parameters(
   layers: Counter[Any] = Counter()
   for x in params:
     layers[alike(x)] += -1 if is_whole(x) else 1
-  yield from findings.of_arrays(
+  yield from _of_arrays(
     "replicated state",
     [x for x in params if is_whole(x) and layers[alike(x)] > 0],
     "whole, although other layers are split. Add a rule that splits it, or "
@@ -211,7 +303,7 @@ def _replicated_slots(step: Step) -> Iterator[Finding]:
       and leaf.local_size > param.local_size
     ):
       whole.append(leaf)
-  yield from findings.of_arrays(
+  yield from _of_arrays(
     "replicated state",
     whole,
     "not split as the parameter is. Initialize it with the sharding of the "
@@ -255,28 +347,17 @@ def _batch_axes(step: Step) -> frozenset[str]:
   return frozenset()
 
 
-def _over_batch(step: Step) -> list[Collective]:
-  """Returns the collectives of the compiler along the axes of the batch."""
-  axes = _batch_axes(step)
-  return [
-    one
-    for one in step.collectives
-    # In jax.shard_map the user writes the collectives. What stands in a
-    # conditional is rare, such as a commit of AGN.
-    if one.along and axes.issuperset(one.along)
-    if not one.in_conditional and "shard_map" not in one.op_name
-  ]
-
-
 def _lengths(shape: Sequence[int]) -> tuple[int, ...]:
   """Returns the lengths of an array, however its dimensions are ordered."""
   return tuple(sorted(n for n in shape if n != 1))
 
 
-def _gathers_state(step: Step) -> Callable[[Collective], bool]:
-  """Returns whether a collective has an array as large as one of the state."""
-  # Split parameters are gathered where the model uses them. Also of layers that
-  # nn.scan stacks along the first dimension.
+def _moved_examples(step: Step) -> Iterator[Finding]:
+  """Finds examples, and activations of them, that devices exchange."""
+  axes = _batch_axes(step)
+  # What is as large as an array of the state is none of them: split parameters
+  # are gathered where the model uses them, also of layers that nn.scan stacks
+  # along the first dimension.
   sizes = {
     size // length
     for leaf in step.state_leaves
@@ -284,27 +365,25 @@ def _gathers_state(step: Step) -> Callable[[Collective], bool]:
     for length in (1, *leaf.shape[:1])
     if length
   }
-  return lambda one: any(array.size in sizes for array in one.results)
-
-
-def _moved_examples(step: Step) -> Iterator[Finding]:
-  """Finds examples, and activations of them, that devices exchange."""
-  of_state = _gathers_state(step)
   moved = [
     one
-    for one in _over_batch(step)
-    if one.kind in _MOVING and not of_state(one)
+    for one in step.collectives
+    if one.kind in _MOVING and one.along and axes.issuperset(one.along)
+    # In jax.shard_map the user writes the collectives. What stands in a
+    # conditional is rare, such as a commit of AGN.
+    if not one.in_conditional and "shard_map" not in one.op_name
+    if not any(array.size in sizes for array in one.results)
   ]
   # As the batch, perhaps transposed: a program does not say what it moves.
   batch = {_lengths(leaf.local_shape) for leaf in step.batch_leaves}
-  yield from findings.of_lines(
+  yield from _of_lines(
     "batch",
     [x for x in moved if any(_lengths(y.dims) in batch for y in x.operands)],
     "devices exchange examples of the batch. Split it along its first "
     "dimension alone, and do not mix this dimension with others in a reshape "
     "or an index.",
   )
-  yield from findings.of_lines(
+  yield from _of_lines(
     "activations",
     [x for x in moved if x.kind == "all-gather" and "jvp(" in x.op_name],
     "devices exchange activations of the examples. Constrain them to the "
@@ -315,7 +394,7 @@ def _moved_examples(step: Step) -> Iterator[Finding]:
 def _float32_gradients(step: Step) -> Iterator[Finding]:
   if step.device.platform == "cpu":
     return
-  yield from findings.of_lines(
+  yield from _of_lines(
     "float32 gradients",
     [
       dataclasses.replace(one, results=one.widened)
@@ -378,14 +457,14 @@ def _new_state(step: Step, new_state: Sequence[Leaf]) -> Iterator[Finding]:
     # What comes back otherwise cannot overwrite it; see `_describe_change`.
     if (before.shape, before.dtype) == (after.shape, after.dtype):
       kept += [] if before.donated else [before]
-  yield from findings.of_arrays(
+  yield from _of_arrays(
     "donation",
     kept,
     "not donated, so the old and the new state are in memory together. Jit "
     "the step with donate_argnums=0, or the position of the state.",
   )
   for change, leaves in changed.items():
-    yield from findings.of_arrays("changed state", leaves, change)
+    yield from _of_arrays("changed state", leaves, change)
 
 
 def _describe_change(before: Leaf, after: Leaf) -> str:

@@ -51,7 +51,7 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   config = config_lib.check(load.record(config, task))
   strategy = devices.create_strategy(config, topology)
   setup = setup_lib.Setup(config, strategy, task, shapes_only=True)
-  step = step_lib.compile_step(setup.trace, setup.arguments, setup_lib.BATCH)
+  step = step_lib.compile_step(setup.trace(), setup.arguments, setup_lib.BATCH)
   plan = plan_lib.plan_step(step, topology)
   rules = rules_lib.from_config(config.mesh.rules)
   worker = () if ranks.store_agn(config) is None else (_WORKER,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -111,24 +110,6 @@ def _groups_of_mesh(
   return _rows(ids.ravel()[order].reshape(-1, count))
 
 
-class Spanned(NamedTuple):
-  """The devices among which a collective exchanges data.
-
-  Attributes:
-    group_size: Number of devices in the largest group.
-    axes: Mesh axes of which these are the groups; empty if they are those of
-      no set of axes. Of pairs, the axes along which data moves.
-    along: Mesh axes along which the devices of a group differ.
-    network: "dcn" if a group has devices of several slices, "ici" if not,
-      "none" if each group is one device.
-  """
-
-  group_size: int
-  axes: tuple[str, ...]
-  along: tuple[str, ...]
-  network: str
-
-
 class Devices:
   """The devices that a program numbers, in their mesh.
 
@@ -161,11 +142,17 @@ class Devices:
           f"but the program was compiled for {self._count} devices."
         )
 
-  def spanned(self, instruction: hlo.Instruction) -> Spanned:
+  def spanned(
+    self, instruction: hlo.Instruction
+  ) -> tuple[int, tuple[str, ...], tuple[str, ...], str]:
     """Returns the devices among which an instruction exchanges data.
 
     Args:
       instruction: A collective, or a `send` between slices.
+
+    Returns:
+      `group_size`, `axes`, `along` and `network` of a `Collective`. Of pairs,
+      the axes are those along which data moves.
     """
     attributes = instruction.attributes
     if instruction.opcode == "send":
@@ -185,7 +172,7 @@ class Devices:
     axes = along if is_whole or _PAIRS.search(attributes) else ()
     across = any(len({self._slices[i] for i in group}) > 1 for group in groups)
     network = "none" if size < 2 else "dcn" if across else "ici"
-    return Spanned(size, axes, along, network)
+    return size, axes, along, network
 
   def _differing_axes(self, groups: Groups) -> tuple[str, ...]:
     """Returns the mesh axes along which devices of any group differ."""

@@ -20,22 +20,11 @@ from typing import Any
 from flaxshard.core import checks
 from flaxshard.core import source_lines
 
-# Bits of one element. Types that are not listed (token, opaque) have no data.
-_BITS = {
-  "pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8,
-  "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
-  "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3b11fnuz": 8,
-  "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "bf16": 16,
-  "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
-}  # fmt: skip
-
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{\s*$")
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = ")
-_ARRAY_THEN_OPCODE = re.compile(
-  r"(\w+\[[^\]]*\](?:\{[^}]*\})?) ([a-z][\w-]*)\("
+_INSTRUCTION = re.compile(
+  r"\s+(ROOT )?%?([^\s=]+) = (.+?[)\]}]) ([a-z][\w-]*)\("
 )
-_TUPLE_THEN_OPCODE = re.compile(r"\) ([a-z][\w-]*)\(")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _PAREN = re.compile(r"[()]")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -43,6 +32,13 @@ _CALLED = re.compile(
   r"\b(?:calls|to_apply|condition|body|\w+_computations?)"
   r"=(?:%?([^\s,{}]+)|\{([^}]*)\})"
 )
+_PARENT = r"parent_frame_id=(\d+)"
+# Their result is the operand, in another shape, layout, type or place.
+_MOVES = frozenset(
+  "bitcast convert copy dynamic-slice opt-barrier optimization-barrier pad "
+  "reduce-precision reshape reverse slice transpose".split()
+)
+_CALLS = frozenset("async call custom-call fusion".split())
 # The tables of source locations at the head of the text.
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
@@ -67,7 +63,9 @@ class Array:
   @property
   def nbytes(self) -> int:
     """Bytes of the elements, without the padding of a layout."""
-    return -(-self.size * _BITS.get(self.dtype, 0) // 8)
+    # A type names its bits: bf16, s4, f8e4m3fn. A token has none.
+    bits = 8 if self.dtype == "pred" else _number(r"(\d+)", self.dtype)
+    return -(-self.size * bits // 8)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -179,9 +177,10 @@ class Program:
 
   def _frames(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
     """Yields the files and lines of an instruction, innermost first."""
+    attributes = instruction.attributes
     if file := instruction.attribute(r'source_file="([^"]*)"'):
-      yield file, int(instruction.attribute(r"source_line=(\d+)") or 0)
-    number = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
+      yield file, _number(r"source_line=(\d+)", attributes)
+    number = _number(r"stack_frame_id=(\d+)", attributes)
     for _ in self._stack_frames:  # a bound, should a frame be its own parent
       if number not in self._stack_frames:
         return
@@ -196,18 +195,19 @@ class Program:
       for name in ("FileNames", "FileLocations", "StackFrames")
     )
     # XLA may print the parent's number plus one: frame 1 then names itself.
-    offset = int(_number("parent_frame_id", frames.get(1, "")) == 1)
+    offset = int(_number(_PARENT, frames.get(1, "")) == 1)
     found = {}
     for frame, text in frames.items():
-      location = locations[_number("file_location_id", text)]
-      file = files[_number("file_name_id", location)]
-      parent = _number("parent_frame_id", text) - offset
-      found[frame] = (file.strip('"'), _number("line", location), parent)
+      location = locations[_number(r"file_location_id=(\d+)", text)]
+      file = files[_number(r"file_name_id=(\d+)", location)]
+      parent = _number(_PARENT, text) - offset
+      line = _number(r"\bline=(\d+)", location)
+      found[frame] = (file.strip('"'), line, parent)
     return found
 
 
-def _number(name: str, text: str) -> int:
-  found = re.search(rf"\b{name}=(\d+)", text)
+def _number(pattern: str, text: str) -> int:
+  found = re.search(pattern, text)
   return int(found[1]) if found else 0
 
 
@@ -215,8 +215,8 @@ def parse(compiled: Any) -> Program:
   r"""Parses the HLO text of a compiled program.
 
   Args:
-    compiled: A compiled program (`jax.jit(f).lower(...).compile()`), its text,
-      or a parsed program, which is returned as it is.
+    compiled: A compiled program (`jax.jit(f).lower(...).compile()`), or its
+      text.
 
   Raises:
     TypeError: `compiled` is none of these.
@@ -227,8 +227,6 @@ def parse(compiled: Any) -> Program:
     >>> parse(text).entry.root.shape
     'f32[2]{0}'
   """
-  if isinstance(compiled, Program):
-    return compiled
   text = compiled.as_text() if hasattr(compiled, "as_text") else compiled
   if not isinstance(text, str) or not text.startswith("HloModule"):
     raise TypeError(
@@ -236,17 +234,13 @@ def parse(compiled: Any) -> Program:
       " jax.jit(f).lower(...).compile(), or its HLO text, got "
       f"{checks.describe(compiled)}."
     )
-  return _parse_text(text)
-
-
-def _parse_text(text: str) -> Program:
-  lines = text.split("\n")
+  head, *lines = text.split("\n")
   tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
   table: dict[int, str] | None = None
   computations: dict[str, Computation] = {}
   computation: Computation | None = None
   entry = ""
-  for line in lines[1:]:
+  for line in lines:
     if not line:
       table = None
     elif line[0] == " ":
@@ -264,8 +258,7 @@ def _parse_text(text: str) -> Program:
       computations[computation.name] = computation
       if match[1]:
         entry = computation.name
-  partitions = re.search(r"num_partitions=(\d+)", lines[0])
-  count = int(partitions[1]) if partitions else 1
+  count = _number(r"num_partitions=(\d+)", head) or 1
   return Program(count, computations, computations[entry], tables)
 
 
@@ -274,30 +267,19 @@ def _parse_instruction(line: str, computation: Computation) -> None:
   match = _INSTRUCTION.match(line)
   if match is None:
     return
-  start = match.end()
-  if line[start] == "(":
-    head = _TUPLE_THEN_OPCODE.search(line, start)
-  else:
-    head = _ARRAY_THEN_OPCODE.match(line, start)
-  if head is None:
-    return
-  opcode = head[head.lastindex or 1]
-  end = _closing_paren(line, head.end())
-  inner = line[head.end() : end]
+  is_root, name, shape, opcode = match.groups()
+  end = _closing_paren(line, match.end())
+  inner = line[match.end() : end]
   instructions = computation.instructions
-  operands = [instructions[name] for name in _OPERAND.findall(inner)]
+  operands = [instructions[x] for x in _OPERAND.findall(inner)]
+  literal = "" if operands else inner
   instruction = Instruction(
-    match[2],
-    opcode,
-    line[start : head.start(head.lastindex or 1) - 1],
-    operands,
-    "" if operands else inner,
-    line[end + 1 :],
+    name, opcode, shape, operands, literal, line[end + 1 :]
   )
   for operand in dict.fromkeys(operands):
     operand.users.append(instruction)
-  instructions[instruction.name] = instruction
-  if match[1]:
+  instructions[name] = instruction
+  if is_root:
     computation.root = instruction
 
 
@@ -309,3 +291,111 @@ def _closing_paren(line: str, start: int) -> int:
     if not depth:
       return match.start()
   return len(line)
+
+
+def is_call(instruction: Instruction) -> bool:
+  """Returns whether an instruction runs what it calls once."""
+  # XLA writes an asynchronous fusion as `fusion-start`.
+  return instruction.opcode.removesuffix("-start") in _CALLS
+
+
+def is_widened(
+  program: Program, value: Instruction, caller: Instruction | None
+) -> bool:
+  """Returns whether a value is float32 that was cast from bfloat16.
+
+  Args:
+    program: The program.
+    value: The instruction that makes it. After the cast it may be moved.
+    caller: The instruction that calls the value's computation.
+  """
+  if [array.dtype for array in value.arrays] != ["f32"]:
+    return False
+  callers = [caller] if caller and is_call(caller) else []
+  elements: list[int] = []  # the elements of tuples that are followed
+  for _ in range(1000):  # a bound, should a text be odd
+    if [array.dtype for array in value.arrays] == ["bf16"]:
+      return True
+    if value.opcode == "parameter" and callers:
+      value = callers.pop().operands[int(value.literal)]
+    elif value.opcode == "tuple" and elements:
+      value = value.operands[elements.pop()]
+    elif value.opcode == "get-tuple-element":
+      elements.append(_index(value))
+      value = value.operands[0]
+    elif value.opcode in _MOVES:
+      value = value.operands[0]
+    elif is_call(value) and (called := program.called(value)):
+      callers.append(value)
+      value = called[0].root
+    else:
+      return False
+  return False
+
+
+def trip_count(program: Program, loop: Instruction) -> int | None:
+  """Returns how many turns a `while` runs; None if the program has no count.
+
+  XLA writes the count of a loop with constant bounds into `backend_config`. The
+  TPU compiler does not: there the count follows from the counter's first
+  value, its step and its bound.
+  """
+  known = loop.attribute(r'known_trip_count"?[:=]\s*\{"?n"?:"?(\d+)')
+  if known:
+    return int(known)
+  condition, body = program.called(loop)
+  compare, compared = _inlined(program, condition.root)
+  if "direction=LT" not in compare.attributes:
+    return None
+  counter, bound = compared
+  if counter.opcode != "get-tuple-element":
+    return None
+  index = _index(counter)
+  first, last = _integer(_element(loop.operands[0], index)), _integer(bound)
+  add, terms = _inlined(program, _element(body.root, index))
+  steps = [x for x in map(_integer, terms) if x is not None]
+  if first is None or last is None or add.opcode != "add" or len(steps) != 1:
+    return None
+  return len(range(first, last, steps[0])) if steps[0] > 0 else None
+
+
+def _inlined(
+  program: Program, value: Instruction
+) -> tuple[Instruction, list[Instruction]]:
+  """Returns an operation, which a fusion may hold alone, and its operands."""
+  value = _uncopied(value)
+  operands = value.operands
+  if value.opcode == "fusion":
+    given = operands
+    value = program.called(value)[0].root
+    # What the fusion is given takes the place of its parameters.
+    operands = [
+      given[int(x.literal)] if x.opcode == "parameter" else x
+      for x in map(_uncopied, value.operands)
+    ]
+  return value, list(map(_uncopied, operands))
+
+
+def _index(value: Instruction) -> int:
+  """Returns the number of the element that a `get-tuple-element` reads."""
+  return int(value.attribute(r"index=(\d+)"))
+
+
+def _element(value: Instruction, index: int) -> Instruction:
+  """Returns what makes an element of a tuple; else the value itself."""
+  return value.operands[index] if value.opcode == "tuple" else value
+
+
+def _uncopied(value: Instruction) -> Instruction:
+  while value.opcode in ("bitcast", "convert", "copy"):
+    value = value.operands[0]
+  return value
+
+
+def _integer(value: Instruction) -> int | None:
+  """Returns the value of a constant; None if it is no integer."""
+  value = _uncopied(value)
+  is_integer = re.fullmatch(r"-?\d+", value.literal)
+  return (
+    int(value.literal) if value.opcode == "constant" and is_integer else None
+  )

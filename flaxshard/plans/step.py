@@ -212,25 +212,24 @@ def compile_call(
       f"donate_argnums={donate_argnums!r} must be None for a step that is "
       "jitted already: give it to jax.jit or Strategy.jit."
     )
-  return compile_step(lambda: jitted.trace(*arguments), arguments)
+  return compile_step(jitted.trace(*arguments), arguments)
 
 
 def compile_step(
-  trace: Callable[[], jax.stages.Traced],
+  traced: jax.stages.Traced,
   arguments: tuple[PyTree, ...],
   batch_argnum: int = 1,
 ) -> Step:
-  """Traces and compiles a step.
+  """Compiles a step.
 
   Args:
-    trace: Returns the traced step.
+    traced: The traced step.
     arguments: Its arguments.
     batch_argnum: The position of the batch.
 
   Returns:
     The step; without a program if the devices have too little memory for it.
   """
-  traced = trace()
   # That of nnx.jit holds JAX's.
   traced = getattr(traced, "traced", traced)
   compiled, error = None, ""

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from flaxshard.plans import flow
 from flaxshard.plans import groups
 from flaxshard.plans import hlo
 from flaxshard.wrappers import accumulate
@@ -194,12 +193,12 @@ class _Reader:
       elif one.opcode.removesuffix("-start") in KINDS:
         if not self._is_continuation(one):
           found.append(self._collective(one, caller))
-      elif one.opcode in ("conditional", "while") or flow.is_call(one):
+      elif one.opcode in ("conditional", "while") or hlo.is_call(one):
         called = [self.read(x, one) for x in self._program.called(one)]
         if one.opcode == "conditional":
           found += _merge(called, one.name in self._commits)
         elif one.opcode == "while":
-          turns = flow.trip_count(self._program, one)
+          turns = hlo.trip_count(self._program, one)
           found += [_repeat(x, turns) for x in itertools.chain(*called)]
         else:
           found += itertools.chain(*called)
@@ -258,7 +257,7 @@ class _Reader:
       _arrays(given),
       results,
       *self._devices.spanned(one),
-      _arrays(x for x in given if flow.is_widened(self._program, x, caller)),
+      _arrays(x for x in given if hlo.is_widened(self._program, x, caller)),
       op_name=named.op_name if named else "",
       source=self._program.source_line(named) if named else "",
     )

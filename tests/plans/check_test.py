@@ -127,7 +127,7 @@ def test_configs_have_no_findings(name: str) -> None:
     checked, devices_lib.create_strategy(checked), shapes_only=True
   )
   step = step_lib.compile_step(
-    program.trace, program.arguments, setup_lib.BATCH
+    program.trace(), program.arguments, setup_lib.BATCH
   )
   # Arrays of a real model are larger, and so is what they move.
   found = check_lib.check_step(

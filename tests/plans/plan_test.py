@@ -14,6 +14,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard import plans
+from flaxshard.plans import hlo
 
 P = jax.P
 
@@ -216,7 +217,7 @@ def test_a_program_that_does_not_fit_says_by_how_much(message):
 
 
 def test_collectives_are_grouped():
-  arrays = [plans.hlo.Array("f32", (n,)) for n in (10, 40)]
+  arrays = [hlo.Array("f32", (n,)) for n in (10, 40)]
 
   def collective(kind="all-gather", network="ici", axes=("replica",), **fields):
     moved = (arrays[0],), (arrays[1],)
