@@ -37,8 +37,24 @@ class EvalMetrics(clu_metrics.Collection):
   probabilities: clu_metrics.Average.from_output("sums_to_one")  # type: ignore[valid-type]
 
 
-class _CrossEntropy:
-  """The loss, the metrics and the batches of the tasks of this module."""
+class Classification:
+  """Softmax cross-entropy of the model's logits and integer labels.
+
+  Examples have `inputs` and integer `labels`, of any shape. The model takes the
+  inputs and returns logits of the shape of the labels and one more dimension,
+  the classes. Metrics are the means of `loss` and `accuracy` over all labels.
+
+  With `weights`, of the shape of the labels, the loss of a train step is a
+  weighted mean. The weight of padding is 0: metrics leave it out, and its
+  labels may be any numbers.
+
+  Args:
+    num_classes: Labels are in `[0, num_classes)`. A config gives it the number
+      of classes of the data.
+
+  Raises:
+    ValueError: `num_classes` is not positive.
+  """
 
   metrics = Metrics
 
@@ -70,6 +86,18 @@ class _CrossEntropy:
       values["mask"] &= rows
     return (losses * weights).sum() / total, task_lib.Aux(values, collections)
 
+  def evaluate(self, evaluation: task_lib.Evaluation) -> dict[str, float]:
+    """Returns the means; warns if the model returns probabilities."""
+    means = evaluation.means(EvalMetrics)
+    # All of them: logits do not come to exactly 1 by chance.
+    if means.pop("probabilities") == 1 and self._num_classes > 1:
+      checks.warn(
+        "config.model returns probabilities: all its outputs are positive and "
+        "sum to 1. The loss takes the softmax by itself: return logits, "
+        "without a softmax, or it hardly trains."
+      )
+    return means
+
   def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
     """Stacks examples, and checks their labels."""
     batch = examples_lib.stack(examples)
@@ -83,39 +111,7 @@ class _CrossEntropy:
     return batch
 
 
-class Classification(_CrossEntropy):
-  """Softmax cross-entropy of the model's logits and integer labels.
-
-  Examples have `inputs` and integer `labels`, of any shape. The model takes the
-  inputs and returns logits of the shape of the labels and one more dimension,
-  the classes. Metrics are the means of `loss` and `accuracy` over all labels.
-
-  With `weights`, of the shape of the labels, the loss of a train step is a
-  weighted mean. The weight of padding is 0: metrics leave it out, and its
-  labels may be any numbers.
-
-  Args:
-    num_classes: Labels are in `[0, num_classes)`. A config gives it the number
-      of classes of the data.
-
-  Raises:
-    ValueError: `num_classes` is not positive.
-  """
-
-  def evaluate(self, evaluation: task_lib.Evaluation) -> dict[str, float]:
-    """Returns the means; warns if the model returns probabilities."""
-    means = evaluation.means(EvalMetrics)
-    # All of them: logits do not come to exactly 1 by chance.
-    if means.pop("probabilities") == 1 and self._num_classes > 1:
-      checks.warn(
-        "config.model returns probabilities: all its outputs are positive and "
-        "sum to 1. The loss takes the softmax by itself: return logits, "
-        "without a softmax, or it hardly trains."
-      )
-    return means
-
-
-class LanguageModeling(_CrossEntropy):
+class LanguageModeling:
   """Softmax cross-entropy of the logits of the next token.
 
   `Classification` whose `inputs` are the tokens that the model takes, and whose
@@ -128,6 +124,26 @@ class LanguageModeling(_CrossEntropy):
   Raises:
     ValueError: `num_classes` is not positive.
   """
+
+  metrics = Metrics
+
+  def __init__(self, num_classes: int | None = None):
+    self._of_tokens = Classification(num_classes)
+
+  def loss(
+    self,
+    apply_fn: Apply,
+    params: Any,
+    batch: task_lib.Batch,
+    rngs: Mapping[str, jax.Array],
+    train: bool,
+  ) -> tuple[jax.Array, task_lib.Aux]:
+    """Returns the mean cross-entropy of the tokens."""
+    return self._of_tokens.loss(apply_fn, params, batch, rngs, train)
+
+  def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
+    """Stacks examples, and checks their labels."""
+    return self._of_tokens.collate(examples)
 
 
 def _compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
