@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import re
 from typing import Any, TypeVar
 
+from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
 
 _T = TypeVar("_T")
@@ -22,8 +23,6 @@ _TRAINING_STATE = (
 _BOX = "/value"
 # A run with LoRA has the parameters that it does not train in `frozen`.
 _PARAMS = "^(params|frozen)/"
-# Number of paths that a message lists.
-_LISTED = 10
 
 
 def match(
@@ -150,13 +149,9 @@ def _rename(
   return dict(paths)
 
 
-def listed(texts: Sequence[str]) -> str:
-  """Returns the first texts, separated by commas."""
-  more = [f"and {len(texts) - _LISTED} more"] if len(texts) > _LISTED else []
-  return ", ".join([*texts[:_LISTED], *more])
-
-
 def _list(leaves: Mapping[str, Any]) -> str:
   """Returns a number of arrays, and the first of them with their shapes."""
   texts = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves.items()]
-  return f"{len(texts)} arrays ({listed(texts)})" if texts else "no arrays"
+  return (
+    f"{len(texts)} arrays ({checks.listed(texts)})" if texts else "no arrays"
+  )

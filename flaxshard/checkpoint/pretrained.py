@@ -17,6 +17,7 @@ from flaxshard.checkpoint import matching
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import safetensors_files
 from flaxshard.checkpoint import steps
+from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -57,7 +58,7 @@ class InitReport:
       lines.append(f"  keep their initial values: {', '.join(self.kept)}")
     if self.unused:
       # The optimizer's state has as many arrays as the model, or more.
-      lines.append(f"  not used of the file: {matching.listed(self.unused)}")
+      lines.append(f"  not used of the file: {checks.listed(self.unused)}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ one out of range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import difflib
 import inspect
 import math
@@ -240,6 +240,21 @@ def format_bytes(nbytes: int) -> str:
   # Powers of 1024, up to TiB.
   power = min((nbytes.bit_length() - 1) // 10, 4)
   return f"{nbytes / 2 ** (10 * power):.1f} {'KMGT'[power - 1]}iB"
+
+
+def listed(texts: Sequence[str], most: int = 10) -> str:
+  """Returns the first of some texts, separated by commas.
+
+  Args:
+    texts: The texts.
+    most: How many are listed; of others only the number is.
+
+  Example:
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+  """
+  rest = len(texts) - most
+  return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

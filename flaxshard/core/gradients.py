@@ -17,9 +17,11 @@ from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
+from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import jaxprs
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 
@@ -123,6 +125,63 @@ def deduplicate(grads: PyTree) -> PyTree:
     return wide.deduplicated().astype(g.dtype)
 
   return jax.tree.map(deduplicate_leaf, grads, is_leaf=is_indexed_slices)
+
+
+def narrow_value_and_grad(
+  fn: Callable[[PyTree], tuple[jax.Array, Any]], params: PyTree
+) -> tuple[tuple[jax.Array, Any], PyTree]:
+  """Differentiates a function; casts gradients to 16 bits where that is exact.
+
+  A model in mixed precision casts its float32 parameters to 16 bits. Then the
+  last operation on a gradient casts it from 16 bits to float32. Such a gradient
+  fits into 16 bits without rounding.
+
+  Args:
+    fn: Returns a real scalar and auxiliary output. Its gradient is traced once,
+      and the traced program is evaluated.
+    params: The argument of `fn`. Integer leaves have gradients of `float0`.
+
+  Returns:
+    What `jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)` returns,
+    but the gradients that it casts from float16 or bfloat16 as its last
+    operation are cast back.
+
+  Raises:
+    TypeError: The scalar is complex.
+
+  Example:
+    >>> loss = lambda w: ((w.astype(jnp.bfloat16) ** 2).astype("float32"), None)
+    >>> (value, _), grad = narrow_value_and_grad(loss, jnp.float32(3))
+    >>> float(value), float(grad), grad.dtype
+    (9.0, 6.0, dtype(bfloat16))
+  """
+  # Outside of the trace below, so that `fn` may store what it computes.
+  value, pullback, aux = jax.vjp(fn, params, has_aux=True)
+  if not jnp.issubdtype(value.dtype, jnp.floating):
+    raise TypeError(f"loss_fn must return a real scalar, got {value.dtype}.")
+  grads: dict[int, Any] = {}
+
+  def trace(cotangent: jax.Array) -> dict[int, Any]:
+    computed = dict(enumerate(jax.tree.leaves(pullback(cotangent))))
+    # A gradient of `float0` is a constant, which is no output of a program. No
+    # tracer may leave this function but as an output.
+    constants = {
+      i: g for i, g in computed.items() if not isinstance(g, jax.core.Tracer)
+    }
+    grads.update(constants)
+    return {i: g for i, g in computed.items() if i not in constants}
+
+  one = jnp.ones_like(value)
+  program, computed = jax.make_jaxpr(trace, return_shape=True)(one)
+  outputs = jax_core.jaxpr_as_fun(program)(one)
+  sources: jaxprs.Sources = {}
+  variables = program.jaxpr.outvars
+  for i, x, variable in zip(computed, outputs, variables, strict=True):
+    dtype = jaxprs.dtype_before_cast(program.jaxpr, variable, sources)
+    grads[i] = x if dtype is None else x.astype(dtype)
+  treedef: Any = jax.tree.structure(params)
+  leaves = [grads[i] for i in range(treedef.num_leaves)]
+  return (value, aux), treedef.unflatten(leaves)
 
 
 def all_finite(grads: PyTree) -> jax.Array:

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend import core
+import jax.numpy as jnp
+
+# The equation that computes each variable, for each program.
+Sources = dict[Any, dict[Any, Any]]
 
 # Primitives that run one program, with their own inputs and outputs. JAX 0.12
 # calls `closed_call` `eval_jaxpr`.
@@ -25,7 +29,11 @@ ELEMENTWISE = frozenset(
   "round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh "
   "xor".split()
 )
-# Primitives that move or cast numbers, without computing any.
+# Primitives that move numbers and leave each as it is.
+_UNCHANGED = frozenset(
+  "copy copy_p name reshape sharding_constraint squeeze transpose".split()
+)
+# These move or cast numbers, without computing any.
 _MOVES = frozenset(
   "broadcast_in_dim concatenate convert_element_type copy copy_p "
   "device_put dynamic_slice dynamic_update_slice gather iota "
@@ -92,3 +100,45 @@ def computes_in(program: Any, dtype: Any) -> bool:
     if eqn.primitive.name not in _MOVES
     and not any(True for _ in core.jaxprs_in_params(eqn.params))
   )
+
+
+def dtype_before_cast(
+  program: Any, var: Any, sources: Sources, *, loops: bool = False
+) -> Any:
+  """Returns the 16-bit dtype that a variable was cast from, else None.
+
+  Args:
+    program: The `jax.extend.core.Jaxpr` that computes the variable.
+    var: The variable, or a literal.
+    sources: The equation of each variable, by program; missing ones are added.
+    loops: Whether to look at what the steps of a `scan` return. XLA collects it
+      in float32, and casts it to 16 bits after the loop.
+  """
+  # Literals have no hash.
+  while not isinstance(var, core.Literal):
+    if program not in sources:
+      sources[program] = {x: eqn for eqn in program.eqns for x in eqn.outvars}
+    eqn = sources[program].get(var)
+    if eqn is None:
+      return None
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+      dtype = eqn.invars[0].aval.dtype
+      is_exact = dtype in (jnp.float16, jnp.bfloat16) and var.aval.dtype in (
+        jnp.float32,
+        jnp.float64,
+      )
+      return dtype if is_exact else None
+    if name in _UNCHANGED:
+      var = eqn.invars[0]
+    elif name in CALLS or (loops and name == "scan"):
+      index = list(eqn.outvars).index(var)
+      if name == "scan":
+        _, carry, _ = split_scan(eqn.params, eqn.invars)
+        if index < len(carry):  # the first steps may compute it otherwise
+          return None
+      program = open_program(called(eqn))
+      var = program.outvars[index]
+    else:
+      return None
+  return None

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
@@ -28,16 +27,7 @@ def init(tx: Any, params: PyTree) -> PyTree:
   Args:
     tx: The optax optimizer.
     params: The parameters; the optimizer gets its `optimized_params`.
-
-  Raises:
-    TypeError: The parameters are a pair for `optax.lookahead`.
   """
-  if isinstance(params, optax.LookaheadParams):
-    # Its gradients are not a tree like the parameters.
-    raise TypeError(
-      "params must not be a pair for optax.lookahead. Give params.fast, and "
-      "EMA or AGN(outer_tx=...) as a wrapper, which keep slow parameters."
-    )
   return tx.init(gradients.optimized_params(params))
 
 
@@ -110,31 +100,25 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     {'w': P('replica',)}
   """
   optimized = gradients.optimized_params(params)
-  by_path = {
-    path: (tuple(p.shape), spec)
-    for (path, p), spec in zip(
-      jax.tree_util.tree_leaves_with_path(optimized),
-      jax.tree.leaves(gradients.optimized_params(param_specs)),
-      strict=True,
-    )
-  }
+  by_path, specs_by_path = (
+    dict(jax.tree_util.tree_leaves_with_path(tree))
+    for tree in (optimized, gradients.optimized_params(param_specs))
+  )
 
   def spec_of_leaf(leaf: Any, parameter: Path | None) -> P:
-    shape, spec = by_path.get(parameter or (), ((), P()))
+    if parameter is None:
+      return P()
+    shape, spec = by_path[parameter].shape, specs_by_path[parameter]
     # L-BFGS keeps several slots of a parameter in one array, so a slot may have
     # more dimensions in front.
     extra = len(leaf.shape) - len(shape)
-    if tuple(spec) and extra >= 0 and tuple(leaf.shape[extra:]) == shape:
+    if tuple(spec) and extra >= 0 and leaf.shape[extra:] == shape:
       return P(*(None,) * extra, *spec)
     return P()
 
   leaves, treedef = jax.tree.flatten(opt_state)
-  new = [
-    spec_of_leaf(leaf, parameter)
-    for leaf, parameter in zip(
-      leaves, parameters_of(opt_state, optimized), strict=True
-    )
-  ]
+  parameters = parameters_of(opt_state, optimized)
+  new = map(spec_of_leaf, leaves, parameters)
   return jax.tree.unflatten(treedef, new)
 
 

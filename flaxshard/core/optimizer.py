@@ -151,7 +151,10 @@ def create(
     config["schedule"],
     SCHEDULES,
     learning_rate=config["learning_rate"],
-    num_train_steps=num_updates(config),
+    # Without skipped steps.
+    num_train_steps=max(
+      config["num_train_steps"] // config["accumulate_steps"], 1
+    ),
   )
   arguments = dict(config["optimizer"])
   # Not an argument of the optimizer.
@@ -175,15 +178,6 @@ def create(
   if config["freeze"]:
     tx = parameter_groups.freeze(tx, config["freeze"], argument="config.freeze")
   return tx, schedule
-
-
-def num_updates(config: Mapping[str, Any]) -> int:
-  """Returns the number of updates in a run without skipped steps, at least 1.
-
-  Args:
-    config: A checked config.
-  """
-  return max(config["num_train_steps"] // config["accumulate_steps"], 1)
 
 
 def _build(where: str, config: Mapping[str, Any], **given: Any) -> Any:

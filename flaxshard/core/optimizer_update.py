@@ -5,7 +5,7 @@ An optimizer's update may take extra arguments, such as the `value` of the loss.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 import contextlib
 import functools
 import inspect
@@ -25,7 +25,6 @@ from flaxshard.core import parameter_groups
 from flaxshard.core import trees
 
 PyTree = Any
-Parameters = Mapping[str, inspect.Parameter]
 
 # Extra arguments that optax documents: the loss, its gradients, its function.
 # An optimizer that takes extra arguments ignores those that it does not use, so
@@ -168,7 +167,7 @@ def objective_of(tx: Any) -> frozenset[str]:
     >>> sorted(objective_of(optax.adam(0.1)))
     []
   """
-  return _used_arguments(tx) & _OBJECTIVE
+  return _OBJECTIVE & _extra_arguments(tx)[0]
 
 
 def check_extra(
@@ -187,7 +186,7 @@ def check_extra(
     replaceable: Fields of the state that may be given too, for the message.
     reserved: Fields that may not.
   """
-  accepted = _accepted_arguments(tx) if names else None
+  accepted = _extra_arguments(tx)[1] if names else None
   for name in names:
     if name in reserved or (accepted is not None and name not in accepted):
       allowed = sorted({*replaceable, *(accepted or ())})
@@ -198,34 +197,14 @@ def check_extra(
       )
 
 
-def _accepted_arguments(tx: Any) -> frozenset[str] | None:
-  """Returns the names of the extra arguments that an optimizer accepts.
+def _extra_arguments(tx: Any) -> tuple[set[str], set[str] | None]:
+  """Returns the extra arguments that an optimizer uses, and all it accepts.
 
-  None if any name is accepted: that of a custom optimizer with `**kwargs`.
+  The second is None if it accepts any: a custom optimizer with `**kwargs`.
   """
-  accepted = _used_arguments(tx)
-  for function, parameters in _functions(tx):
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-      package, *_ = (function.__module__ or "").split(".")
-      # This package's optimizers are those of optax.
-      if package not in ("optax", "flaxshard"):
-        return None
-      accepted |= _OBJECTIVE
-  return accepted
-
-
-def _used_arguments(tx: Any) -> frozenset[str]:
-  """Returns the names of keyword arguments inside an optimizer."""
-  return frozenset(
-    p.name
-    for _, parameters in _functions(tx)
-    for p in parameters.values()
-    if p.kind is p.KEYWORD_ONLY
-  )
-
-
-def _functions(tx: Any) -> Iterator[tuple[Any, Parameters]]:
-  """Yields the functions in the update of an optimizer, with parameters."""
+  used: set[str] = set()
+  # Packages with functions that take any name.
+  packages: set[str] = set()
   # `optax.chain` takes any name and passes it on, so look at the functions that
   # it closes over.
   seen: set[int] = set()
@@ -245,8 +224,16 @@ def _functions(tx: Any) -> Iterator[tuple[Any, Parameters]]:
       # An object such as `optax.MultiSteps`, around another optimizer.
       pending += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
     elif inspect.isfunction(x):
-      yield x, inspect.signature(x).parameters
+      for p in inspect.signature(x).parameters.values():
+        if p.kind is p.KEYWORD_ONLY:
+          used.add(p.name)
+        elif p.kind is p.VAR_KEYWORD:
+          packages.add((x.__module__ or "").partition(".")[0])
       # Not inspect.getclosurevars: it fails where a variable has no value.
       for cell in x.__closure__ or ():
         with contextlib.suppress(ValueError):
           pending.append(cell.cell_contents)
+  # This package's optimizers are those of optax.
+  if not packages <= {"optax", "flaxshard"}:
+    return used, None
+  return used, used | _OBJECTIVE if packages else used

@@ -70,14 +70,17 @@ def freeze(
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
 
-  def select(params: PyTree) -> Any:
-    return optax.transforms.selective_transform(
-      tx, freeze_mask=_mask(patterns, params)
-    )
+  inner = optax.partition(
+    {"train": tx, "freeze": optax.set_to_zero()},
+    lambda params: jax.tree.map(
+      lambda is_frozen: "freeze" if is_frozen else "train",
+      _mask(patterns, params),
+    ),
+  )
 
   def init(params: PyTree) -> PyTree:
     check_used(argument, patterns, params)
-    return select(params).init(params)
+    return inner.init(params)
 
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
@@ -90,7 +93,7 @@ def freeze(
         params,
         updates,
       )
-    return select(updates).update(updates, state, params, **extra)
+    return inner.update(updates, state, params, **extra)
 
   return Frozen(init, update, patterns=patterns)
 

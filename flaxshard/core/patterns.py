@@ -12,9 +12,6 @@ from typing import Any
 
 from flaxshard.core import checks
 
-# Number of paths that an error lists.
-_MAX_LISTED = 20
-
 
 class PatternError(ValueError):
   """A pattern that cannot be used; the message names the argument."""
@@ -125,13 +122,11 @@ def no_match(
   """
   # A pattern is often a part of a path: `kernel` or `Dense_0`.
   names = {name: None for path in paths for name in path.split("/")}
-  listed = ", ".join(paths[:_MAX_LISTED])
-  more = ", …" if len(paths) > _MAX_LISTED else ""
   # Without the anchors, which no path has.
   hint = checks.did_you_mean(pattern.strip("^$/"), [*paths, *names])
   return PatternError(
-    f"{where} matches no parameter: the paths in {tree} are {listed}{more}."
-    f"{hint}"
+    f"{where} matches no parameter: the paths in {tree} are "
+    f"{checks.listed(paths, 20)}.{hint}"
   )
 
 

@@ -152,12 +152,7 @@ def construct(
   signature = _signature(function)
   parameters = signature.parameters.values()
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-  known = [
-    p.name
-    for p in parameters
-    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    and p.name not in given
-  ]
+  known = [name for name in _keywords(signature) if name not in given]
   # Before the call, so that misspelled arguments get a hint.
   for key in arguments:
     if key not in known and not takes_any:
@@ -193,16 +188,19 @@ def accepted(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     {'rngs': 0}
   """
   try:
-    parameters = _signature(function).parameters
+    known = _keywords(_signature(function))
   except (TypeError, ValueError):
     return {}  # `construct` reports what cannot be called
-  return {
-    name: value
-    for name, value in offered.items()
-    if name in parameters
-    and parameters[name].kind
-    in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-  }
+  return {name: value for name, value in offered.items() if name in known}
+
+
+def _keywords(signature: inspect.Signature) -> list[str]:
+  """Returns the names of the parameters that may be given by name."""
+  return [
+    p.name
+    for p in signature.parameters.values()
+    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+  ]
 
 
 def _signature(function: Any) -> inspect.Signature:

@@ -12,8 +12,6 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from flaxshard.core import checks
-
 # libtpu reads these when it is loaded. Without them it writes errors about the
 # accelerator type and the hostnames to stderr, and a second process fails on
 # the lock file of the first.
@@ -85,7 +83,7 @@ def abstract_array(
   )
 
 
-def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
+def named_devices(name: str) -> tuple[Any, ...]:
   """Returns the devices of a topology, in the order of the TPU compiler.
 
   Each call with the same name returns the same devices: meshes over them are
@@ -93,10 +91,8 @@ def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
 
   Args:
     name: The name of the topology; see `Topology.named`.
-    num_slices: Number of slices; None: the number in the name, else 1.
 
   Raises:
-    TypeError: `name` is not a string, or `num_slices` not an integer.
     ValueError: There is no such topology, or no TPU compiler.
   """
   text = re.sub(r"\s", "", name).lower()
@@ -107,16 +103,8 @@ def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
       "slice along each axis, such as 'v5e:2x4', 'v5p:4x4x8', or '2*v5e:2x4' "
       "for two slices."
     )
-  slices = int(match[1] or 1)
-  if num_slices is not None:
-    if match[1] not in (None, str(num_slices)):
-      raise ValueError(
-        f"num_slices={num_slices} must be None or the number of slices in the "
-        f"name, topology={name!r}."
-      )
-    slices = checks.integer("num_slices", num_slices, minimum=1)
   try:
-    return _compiler_devices(match[2], match[3], slices)
+    return _compiler_devices(match[2], match[3], int(match[1] or 1))
   except RuntimeError as e:  # of the compiler, or for the lack of one
     raise ValueError(
       f"topology={name!r}: {e} (flaxshard[tpu] installs the TPU compiler.)"

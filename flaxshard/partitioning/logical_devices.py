@@ -27,62 +27,24 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 
-def split(
-  mesh: jax.sharding.Mesh, x: Any, partition_dimensions: Sequence[int]
-) -> jax.Array:
-  """Splits a tensor; see `Strategy.split_to_logical_devices`."""
-  x = _as_array("tensor", x)
-  spec = partition_spec(mesh, x.shape, partition_dimensions)
-  return _place("split_to_logical_devices", mesh, x, spec)
-
-
-def replicate(mesh: jax.sharding.Mesh, x: Any) -> jax.Array:
-  """Replicates a tensor; see `Strategy.replicate_to_logical_devices`."""
-  x = _as_array("tensor", x)
-  spec = P(*[None] * x.ndim)
-  return _place("replicate_to_logical_devices", mesh, x, spec)
-
-
-def assign(
-  mesh: jax.sharding.Mesh, x: Any, logical_device_id: int
-) -> jax.Array:
-  """Puts a tensor on one device; see `Strategy.assign_to_logical_device`."""
-  return on_device(mesh, logical_device_id, lambda x: x, x)
-
-
-def on_device(
-  mesh: jax.sharding.Mesh,
-  logical_device_id: int,
-  fn: Callable[..., PyTree],
-  *args: PyTree,
-) -> PyTree:
-  """Calls a function on one device; see `Strategy.on_logical_device`."""
-  method, args = "on_logical_device", _as_arrays("args", args)
-  index = checks.integer(
-    "logical_device_id",
-    logical_device_id,
-    minimum=0,
-    maximum=mesh_lib.num_logical_devices(mesh) - 1,
-  )
-  if not _is_concrete(*jax.tree.leaves(args)):
-    return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
-  compile_only.check_can_run(method, mesh)
-  device = mesh_lib.logical_device_mesh(mesh, index)
-  # Arrays that `fn` creates, such as jnp.zeros(2), are on the device too. A
-  # logical device may have no device in this process, hence the None.
-  with jax.default_device((*device.local_devices, None)[0]):
-    out = _as_arrays("the result of fn", fn(*_move(device, args)))
-  return _move(device, out)
-
-
 # -- All devices of a replica.
 
 
-def _place(method: str, mesh: Any, x: Any, spec: P) -> jax.Array:
-  """Splits a tensor over all logical devices, or over none.
+def place(
+  mesh: Any, x: Any, partition_dimensions: Sequence[int] | None = None
+) -> jax.Array:
+  """Splits a tensor over all logical devices, or gives each a whole copy.
 
-  An existing split over the replicas stays, in dimensions that `spec` leaves.
+  An existing split over the replicas stays, in dimensions that are not split
+  otherwise. See `Strategy.split_to_logical_devices` and
+  `replicate_to_logical_devices`.
   """
+  x = _as_array("tensor", x)
+  if partition_dimensions is None:
+    method, spec = "replicate_to_logical_devices", P(*[None] * x.ndim)
+  else:
+    method = "split_to_logical_devices"
+    spec = partition_spec(mesh, x.shape, partition_dimensions)
   if _is_concrete(x):
     compile_only.check_can_run(method, mesh)
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
@@ -125,6 +87,34 @@ def _keep_replica_split(
 
 
 # -- One device of a replica.
+
+
+def on_device(
+  mesh: jax.sharding.Mesh,
+  logical_device_id: int,
+  fn: Callable[..., PyTree],
+  *args: PyTree,
+) -> PyTree:
+  """Calls a function on one device; see `Strategy.on_logical_device`."""
+  method, args = "on_logical_device", _as_arrays("args", args)
+  index = checks.integer(
+    "logical_device_id",
+    logical_device_id,
+    minimum=0,
+    maximum=mesh_lib.num_logical_devices(mesh) - 1,
+  )
+  if not _is_concrete(*jax.tree.leaves(args)):
+    return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
+  compile_only.check_can_run(method, mesh)
+  # Auto axes: eager computations on a part of the devices cannot enter the
+  # context that Explicit axes need.
+  devices = mesh.devices.reshape(mesh.devices.shape[0], -1)[:, index]
+  device = jax.sharding.Mesh(devices, (mesh_lib.REPLICA,))
+  # Arrays that `fn` creates, such as jnp.zeros(2), are on the device too. A
+  # logical device may have no device in this process, hence the None.
+  with jax.default_device((*device.local_devices, None)[0]):
+    out = _as_arrays("the result of fn", fn(*_move(device, args)))
+  return _move(device, out)
 
 
 def _run_in_branch(

@@ -106,29 +106,6 @@ def num_logical_devices(mesh: Mesh) -> int:
   return math.prod(mesh.shape[axis] for axis in logical_axes(mesh))
 
 
-def logical_device_mesh(
-  mesh: jax.sharding.Mesh, index: int
-) -> jax.sharding.Mesh:
-  """Returns the mesh of logical device `index` of every replica.
-
-  Its axis is Auto also if the axes of `mesh` are Explicit: eager computations
-  on a part of the devices cannot enter the context that Explicit axes need.
-
-  Args:
-    mesh: The mesh of a strategy.
-    index: Number of the logical device.
-  """
-  devices = mesh.devices.reshape(mesh.devices.shape[0], -1)[:, index]
-  return jax.sharding.Mesh(devices, (REPLICA,))
-
-
-def replica_mesh(mesh: jax.sharding.Mesh, index: int) -> jax.sharding.Mesh:
-  """Returns the mesh of the logical devices of replica `index`."""
-  return jax.sharding.Mesh(
-    mesh.devices[index : index + 1], mesh.axis_names, axis_types=mesh.axis_types
-  )
-
-
 def put(
   x: Any, sharding: jax.sharding.NamedSharding, *, compare: bool = True
 ) -> jax.Array:

@@ -167,7 +167,7 @@ class Topology:
     return cls(shape, coordinates[order], flat[order], num_slices)
 
   @classmethod
-  def named(cls, name: str, num_slices: int | None = None) -> Topology:
+  def named(cls, name: str) -> Topology:
     """Returns the topology of TPUs with a name, for compiling alone.
 
     It needs the TPU compiler, which `pip install "flaxshard[tpu]"` installs,
@@ -177,17 +177,14 @@ class Topology:
     Args:
       name: A generation of TPUs (v2, v3, v4, v5e, v5p, v6e, tpu7x), and the
         number of chips of a slice along each axis: `"v5e:2x4"`, `"v5p:4x4x8"`.
-        `"2*v5e:4x4"` has two slices.
-      num_slices: Number of slices that are connected by the data-center
-        network. None: the number in the name, else 1.
+        `"2*v5e:4x4"` has two slices, which the data-center network connects.
 
     Raises:
       ValueError: There is no such topology, or no TPU compiler.
-      TypeError: An argument has the wrong type.
 
     Source: `jax.experimental.topologies.get_topology_desc`.
     """
-    return cls.from_devices(compile_only.named_devices(name, num_slices))
+    return cls.from_devices(compile_only.named_devices(name))
 
   # -- Sizes.
 

@@ -210,7 +210,9 @@ def _local_row(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   """Returns `x[index]` on the devices of its replica, without communication."""
   if not _is_on(mesh, x) or not has_replica_axis(x.sharding.spec):
     x = mesh_lib.put(x, _whole(mesh), compare=False)
-  replica = mesh_lib.replica_mesh(mesh, index)
+  replica = jax.sharding.Mesh(
+    mesh.devices[index : index + 1], mesh.axis_names, axis_types=mesh.axis_types
+  )
   parts = [
     # A shard without a start holds all rows.
     shard.data[index - (shard.index[0].start or 0)]

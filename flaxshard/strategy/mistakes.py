@@ -22,7 +22,6 @@ from flaxshard.strategy.same_state import NUMBER
 from flaxshard.strategy.same_state import Replication
 from flaxshard.strategy.same_state import SUMMED
 
-_MAX_LISTED = 8
 # The cause of a difference after which no primitive is to blame.
 _OWN = "a replica's own data"
 
@@ -48,9 +47,10 @@ def check_results(
   if differing:
     raise ValueError(
       "run: a TrainState must come back the same from every replica, but these "
-      f"leaves may differ, because of what is named: {_abbreviate(differing)}. "
-      "state.apply_gradients averages gradients and the collections it is "
-      "handed; otherwise use get_replica_context().all_reduce('mean', ...). If "
+      "leaves may differ, because of what is named: "
+      f"{checks.listed(differing)}. state.apply_gradients averages gradients "
+      "and the collections it is handed; otherwise use "
+      "get_replica_context().all_reduce('mean', ...). If "
       "you know that a value is the same on all replicas, bit for bit, mark it "
       "with get_replica_context().assume_replicated(...)."
     )
@@ -78,7 +78,7 @@ def warn(
     whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
     checks.warn(
       f"run: no argument is split over the {num_replicas} replicas, so each of "
-      f"them computes the whole of {_abbreviate(batches)}. Split a batch "
+      f"them computes the whole of {checks.listed(batches)}. Split a batch "
       "with strategy.shard_batch(batch), or all batches of a dataset with "
       "strategy.distribute_dataset(batches). If every replica is to compute "
       f"all of it, put it on the mesh: {whole}."
@@ -144,9 +144,3 @@ def _is_key(x: Any) -> bool:
     return True
   raw = jax.eval_shape(jax.random.PRNGKey, 0)
   return bool(x.dtype == raw.dtype and x.shape[-1:] == raw.shape)
-
-
-def _abbreviate(items: list[str]) -> str:
-  """Returns some of the items as a list."""
-  more = ", ..." if len(items) > _MAX_LISTED else ""
-  return ", ".join(items[:_MAX_LISTED]) + more

@@ -44,7 +44,6 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from flaxshard.core import jaxprs
-from flaxshard.core import narrow_gradients
 from flaxshard.replicas import context as replica_context
 
 # The primitives that lower the jaxprs among their parameters as plain code.
@@ -101,7 +100,7 @@ def sum_before_widening(program: Any) -> Any:
 
 
 def _exchange_sums(program: Any, rewrite: Rewrite) -> Any:
-  sources: narrow_gradients.Sources = {}
+  sources: jaxprs.Sources = {}
   marks = {
     eqn.outvars[0]: eqn.invars[0]
     for eqn in program.eqns
@@ -115,9 +114,7 @@ def _exchange_sums(program: Any, rewrite: Rewrite) -> Any:
     if eqn.primitive.name == "psum":
       # Literals have no hash, but only variables have a mark.
       found = [
-        narrow_gradients.dtype_before_cast(
-          program, marks[x], sources, loops=True
-        )
+        jaxprs.dtype_before_cast(program, marks[x], sources, loops=True)
         for x in eqn.invars
         if isinstance(x, core.Var) and x in marks
       ]

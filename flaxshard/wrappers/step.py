@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
-from flaxshard.core import narrow_gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import parameter_groups
@@ -254,7 +253,7 @@ def value_and_grad(
 
   def differentiate(fn: Callable[..., Any], params: PyTree) -> Any:
     if is_narrow or is_gated:
-      return narrow_gradients.value_and_grad(fn, params)
+      return gradients.narrow_value_and_grad(fn, params)
     return jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)
 
   mask = parameter_groups.sparse_mask(tx, trained)

@@ -11,7 +11,6 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.core import gradients
-from flaxshard.core import narrow_gradients
 
 BAD = [np.inf, -np.inf, np.nan]
 
@@ -131,7 +130,7 @@ def test_gradient_is_narrow_only_if_its_last_operation_widens_it(name):
   loss, dtype = LOSSES[name]
   w = jnp.linspace(0.1, 3, 6).reshape(2, 3)
   (value, _), grad = jax.jit(
-    lambda w: narrow_gradients.value_and_grad(lambda w: (loss(w), None), w)
+    lambda w: gradients.narrow_value_and_grad(lambda w: (loss(w), None), w)
   )(w)
   wanted, wanted_grad = jax.jit(jax.value_and_grad(loss))(w)
   assert grad.dtype == dtype
@@ -151,7 +150,7 @@ def test_aux_may_hold_anything_and_the_function_is_called_once():
       # The product with x in float32 is differentiated after the cast.
       return half(params["w"] * x), aux
 
-    (loss, aux), grads = narrow_gradients.value_and_grad(loss_fn, params)
+    (loss, aux), grads = gradients.narrow_value_and_grad(loss_fn, params)
     assert aux["n"] == 3 and aux["x"].shape == aux["host"].shape == (2,)
     assert grads["w"].dtype == F32 and grads["i"].dtype == jax.dtypes.float0
     return loss, grads["w"], aux["x"], stored["twice"]
@@ -166,7 +165,7 @@ def test_aux_may_hold_anything_and_the_function_is_called_once():
 
 def test_no_tracer_is_left_behind():
   fn = lambda params: (half(params["w"]), None)
-  step = lambda params: narrow_gradients.value_and_grad(fn, params)[1]["w"]
+  step = lambda params: gradients.narrow_value_and_grad(fn, params)[1]["w"]
   with jax.checking_leaks():
     grad = jax.jit(step)({"w": jnp.ones(2), "i": jnp.ones(2, int)})
   assert grad.dtype == F16

@@ -149,7 +149,7 @@ def test_pieces_of_an_asynchronous_collective_count_once():
 
 @pytest.mark.tpu
 def test_transfers_between_slices():
-  devices = fs.Topology.named("v5e:2x2", num_slices=2).devices
+  devices = fs.Topology.named("2*v5e:2x2").devices
   kernel = 512 * 128 * 2
   for array, names in (
     (devices.reshape(2, 4), ("slice", "data")),
