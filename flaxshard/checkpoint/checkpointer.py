@@ -27,7 +27,6 @@ from flaxshard.checkpoint.save_barrier import SaveBarrier
 from flaxshard.core import checks
 from flaxshard.core import files as files_lib
 from flaxshard.core import multihost
-from flaxshard.partitioning import compile_only
 
 _log = logging.getLogger(__name__)
 
@@ -452,7 +451,6 @@ class Checkpointer:
         changed.
     """
     items_lib.check_state(state)
-    compile_only.check_can_hold("restore: state", state)
     self.wait()
 
     self._restored_step, restored = choose.read(

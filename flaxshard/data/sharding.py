@@ -122,7 +122,6 @@ def put(
       )
       for path, x in arrays.items()
     }
-  compile_only.check_can_run("sharding a batch of arrays", mesh)
   # Lists: the order of a dict would be lost.
   out = jax.make_array_from_process_local_data(
     [shardings[path] for path in arrays],

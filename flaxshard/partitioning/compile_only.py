@@ -23,48 +23,10 @@ _ENVIRONMENT = {
 _NAME = re.compile(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+)+)", re.ASCII)
 
 
-def is_compile_only(devices: Any) -> bool:
-  """Returns whether devices are for compiling alone.
-
-  Args:
-    devices: A `jax.sharding.Mesh`, or a device.
-  """
-  if isinstance(devices, jax.sharding.Mesh):
-    devices = devices.devices.flat[0]
-  client = getattr(devices, "client", None)
+def is_compile_only(mesh: jax.sharding.Mesh) -> bool:
+  """Returns whether the devices of a mesh are for compiling alone."""
+  client = getattr(mesh.devices.flat[0], "client", None)
   return getattr(client, "runtime_type", None) == "compile_only_runtime"
-
-
-def check_can_run(where: str, mesh: Any) -> None:
-  """Raises a ValueError if a mesh has devices for compiling alone.
-
-  Args:
-    where: What needs to run on the devices, for the error message.
-    mesh: The mesh.
-  """
-  if is_compile_only(mesh):
-    device = mesh.devices.flat[0]
-    raise ValueError(
-      f"{where}: the mesh has {mesh.devices.size} devices of the kind "
-      f"{device.device_kind!r} that exist for compiling alone; they run "
-      "nothing and hold no arrays. Strategy.jit(fn).lower(...) and "
-      "jax.jit(fn).lower(...) work, with jax.ShapeDtypeStructs; to run, create "
-      "the Strategy from the devices of this machine."
-    )
-
-
-def check_can_hold(where: str, tree: Any) -> None:
-  """Raises a ValueError if a tree is sharded over such devices.
-
-  Args:
-    where: What the tree is, for the error message.
-    tree: A tree of arrays or `jax.ShapeDtypeStruct`s.
-  """
-  for x in jax.tree.leaves(tree):
-    sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, jax.sharding.NamedSharding):
-      check_can_run(where, sharding.mesh)
-      return  # a state is on one mesh
 
 
 def abstract_array(

@@ -18,7 +18,6 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.specs import Mesh
@@ -46,7 +45,6 @@ def place(
     method = "split_to_logical_devices"
     spec = partition_spec(mesh, x.shape, partition_dimensions)
   if _is_concrete(x):
-    compile_only.check_can_run(method, mesh)
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
   mesh = _mesh_of_trace(method, mesh)
   is_auto = mesh.axis_types[0] == jax.sharding.AxisType.Auto
@@ -105,7 +103,6 @@ def on_device(
   )
   if not _is_concrete(*jax.tree.leaves(args)):
     return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
-  compile_only.check_can_run(method, mesh)
   # Auto axes: eager computations on a part of the devices cannot enter the
   # context that Explicit axes need.
   devices = mesh.devices.reshape(mesh.devices.shape[0], -1)[:, index]

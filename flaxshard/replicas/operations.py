@@ -13,7 +13,6 @@ import numpy as np
 
 from flaxshard.core import indexed_slices
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import has_replica_axis
@@ -105,7 +104,6 @@ def from_function(
   mesh: jax.sharding.Mesh, value_fn: Callable[[ValueContext], PyTree]
 ) -> PyTree:
   """Makes a `PerReplica`; see `Strategy.distribute_values_from_function`."""
-  compile_only.check_can_run("distribute_values_from_function", mesh)
   # Each process calls it for its own replicas only.
   local, num_replicas = local_replicas(mesh), mesh.shape[mesh_lib.REPLICA]
   values = [value_fn(ValueContext(i, num_replicas)) for i in local]
@@ -149,7 +147,6 @@ def _map_rows(
     of_shared: Takes the name and the value of any other leaf.
     value: The tree.
   """
-  compile_only.check_can_run(where, mesh)
   replicas = mesh.shape[mesh_lib.REPLICA]
 
   def convert(path: Any, x: Any) -> Any:

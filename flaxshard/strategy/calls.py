@@ -90,7 +90,14 @@ class CompiledForms:
         ]
       )
     ):
-      compile_only.check_can_run("run", self._mesh)
+      if compile_only.is_compile_only(self._mesh):
+        raise ValueError(
+          f"run: the mesh has {self._mesh.size} devices of the kind "
+          f"{self._mesh.devices.flat[0].device_kind!r} that exist for "
+          "compiling alone, and run nothing. Strategy.jit(fn).lower works, "
+          "with jax.ShapeDtypeStructs; to run, create the Strategy from the "
+          "devices of this machine."
+        )
       leaves, placed, jitted = self._prepare(args, kwargs)
       # An array that had to be moved will be moved in the next call too.
       move = [
