@@ -211,9 +211,7 @@ def _of_arrays(
     return
   ordered = sorted(leaves, key=lambda leaf: leaf.nbytes, reverse=True)
   paths = tuple(leaf.path for leaf in ordered)
-  listed = ", ".join(paths[:_MAX_LISTED])
-  if len(paths) > _MAX_LISTED:
-    listed += f" and {len(paths) - _MAX_LISTED} more"
+  listed = checks.listed(paths, _MAX_LISTED)
   nbytes = sum(leaf.nbytes for leaf in ordered)
   yield Finding(kind, _with_size(listed, nbytes, message), paths, "", nbytes)
 
