@@ -229,6 +229,8 @@ class AGN(base.Base):
       {name: getattr(state, name) for name in names},
     )
     local_step = counters.pop("local_step")
+    # Back to the start of a period: the next commit averages a whole one.
+    local_step -= local_step % self.communication_period
     # Schedules continue: local step counts are ahead of those of the center.
     counts = {
       path.removeprefix("local_opt_state/"): x for path, x in saved.items()
@@ -238,8 +240,7 @@ class AGN(base.Base):
       local_params=target.params,
       local_opt_state=opt_state_lib.with_counts(target.opt_state, counts),
       grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
-      # Back to the start of a period: the next commit averages a whole one.
-      local_step=local_step - local_step % self.communication_period,
+      local_step=local_step,
       collections={n: target.collections[n] for n in state.collections},
       sent=jax.tree.map(lambda x: jnp.full_like(x, local_step), state.sent),
     )

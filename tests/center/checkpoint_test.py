@@ -141,12 +141,20 @@ def test_compiled_commits_of_replicas_continue_in_a_store(tmp_path, caplog):
   assert not own.received.any()
   [message] = center_workers.warnings_of(caplog)
   assert "another state of wrapper 'agn'" in message
+  compiled = restore(tmp_path / "compiled", state, create(COMPILED))
   with fs.Worker(center_workers.new_directory(), 0, 1) as worker:
     state = worker.start(restored)
     assert worker.clock == 3
     for i in range(3):
       state = worker.commit(STEP(state, batch(i)))
+      compiled = STEP(compiled, batch(i))
   assert int(state.wrapper_states["agn"].commits) == 2
+  # Its commit is the mean of these three steps.
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-6),
+    state.params,
+    compiled.params,
+  )
 
 
 @pytest.mark.parametrize("replicas", [None, 4])
