@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent import futures
-import dataclasses
 import re
+import threading
 import time
 from typing import Any, NamedTuple
 
+from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import store
-from flaxshard.center import watch
 
 # The pause between two looks at the head that a commit is to come into, as a
 # multiple of what a look takes.
 _PAUSE_LOOKS = 0.5
-
 
 _PATTERN = re.compile(r"commit/(0|[1-9]\d*)/([^/]+)/(\d{9})", re.ASCII)
 
@@ -53,9 +51,8 @@ def find(objects: store.Objects) -> list[Key]:
   return [Key(int(m[1]), m[2], int(m[3])) for m in matches if m]
 
 
-@dataclasses.dataclass
-class Exchange:
-  """The exchange of a commit for the center that it comes into, in a thread.
+class Exchange(store.Watch):
+  """The thread that exchanges a commit for the center that it comes into.
 
   Args:
     objects: The store.
@@ -63,49 +60,51 @@ class Exchange:
     commit: The commit.
     base: See `heads.read_center`.
     on_written: Called when the commit is in the store.
-    is_late: Whether it has missed the deadline: nobody waits for it.
 
   Attributes:
-    written: The result is there once the commit is in the store.
-    result: The center that it has come into; None if the run has ended.
-    watch: The thread.
+    written: Set once the commit is in the store.
+    center: When the thread has ended, the center that the commit has come into;
+      None if the run has ended.
   """
 
-  objects: store.Objects
-  key: Key
-  commit: dict[str, Any]
-  base: heads.Center | None
-  on_written: Callable[[], None]
-  is_late: bool = False
+  center: heads.Center | None = None
 
-  def __post_init__(self) -> None:
-    self.written: futures.Future[None] = futures.Future()
-    self.result: futures.Future[heads.Center | None] = futures.Future()
-    self._start = time.monotonic()
-    self.watch = watch.Watch(self._look)
-    self.watch.start()
+  def __init__(
+    self,
+    objects: store.Objects,
+    key: Key,
+    commit: dict[str, Any],
+    base: heads.Center | None,
+    on_written: Callable[[], None],
+  ):
+    super().__init__(self._write_or_look)
+    self.key = key
+    self.written = threading.Event()
+    self._objects = objects
+    self._commit = commit
+    self._base = base
+    self._on_written = on_written
+    self._begin = time.monotonic()
 
   def metrics(self, center: heads.Center) -> tuple[float, int, int]:
     """Returns seconds, versions in between, and workers of the result."""
-    versions = center.version - self.commit["version"] - 1
-    return time.monotonic() - self._start, max(versions, 0), center.workers
+    versions = center.version - self._commit["version"] - 1
+    return time.monotonic() - self._begin, max(versions, 0), center.workers
 
-  def _look(self) -> float | None:
+  def _write_or_look(self) -> float | None:
     """Writes the commit, or looks for its result."""
     start = time.monotonic()
-    if not self.written.done():
-      self.objects.write_all({str(self.key): store.pack(self.commit)})
-      self.written.set_result(None)
-      self.on_written()
-    found = heads.read(self.objects)
+    if not self.written.is_set():
+      content = encoding.pack(self._commit)
+      self._objects.write_all({str(self.key): content})
+      self.written.set()
+      self._on_written()
+    found = heads.read(self._objects)
     head = found.heads[self.key.fragment]
-    if found.finished:
-      self.result.set_result(None)
-    elif self.key.is_in(head):
-      center = heads.read_center(
-        self.objects, self.key.fragment, head, base=self.base
+    if not found.finished:
+      if not self.key.is_in(head):
+        return store.pause_after(start, _PAUSE_LOOKS)
+      self.center = heads.read_center(
+        self._objects, self.key.fragment, head, base=self._base
       )
-      self.result.set_result(center)
-    else:
-      return watch.pause_after(start, _PAUSE_LOOKS)
     return None

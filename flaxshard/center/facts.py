@@ -11,6 +11,7 @@ import zlib
 import jax
 import numpy as np
 
+from flaxshard.center import encoding
 from flaxshard.center import store
 from flaxshard.center import train_states
 from flaxshard.center.layout import Layout
@@ -23,24 +24,55 @@ from flaxshard.wrappers import agn as agn_lib
 _KEY = "run"
 
 
-def describe(
-  layout: Layout, state: TrainState, facts: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Returns the facts of a run as values for JSON.
+def read(objects: store.Objects) -> dict[str, Any] | None:
+  """Returns the facts of the run in a store; None before its first worker."""
+  content, _ = objects.read(_KEY)
+  return None if content is None else encoding.unpack(_KEY, content)
+
+
+def agree(
+  objects: store.Objects,
+  layout: Layout,
+  state: TrainState,
+  facts: Mapping[str, Any],
+) -> None:
+  """Writes the facts of a run, or compares them with those that are there.
 
   Args:
+    objects: The store.
     layout: The fragments of the center.
     state: The train state of a worker.
     facts: Further facts, such as the config.
+
+  Raises:
+    ValueError: They differ; the message has the path and both values.
   """
-  agn = layout.agn
-  arrays = train_states.center_leaves(state)
+  # First: a field of a config says more than what follows from it.
+  own = {**json.loads(json.dumps(facts)), **_describe(layout, state)}
+  content, generation = objects.read(_KEY)
+  if content is None and objects.write(_KEY, encoding.pack(own), generation):
+    return
+  for path, here, there in checks.differences(own, read(objects)):
+    raise ValueError(
+      f"Worker: {path} is {here!r} here, and {there!r} in the run in "
+      f"{objects.url}. All workers need the same. For another run use another "
+      "directory."
+    )
+
+
+def _describe(layout: Layout, state: TrainState) -> dict[str, Any]:
+  """Returns what a train state says of its run, as values for JSON."""
+  agn, own = train_states.find(state)
+  kinds = {"params", *own.collections}
+  arrays = {
+    path: x
+    for path, x in train_states.leaves(state).items()
+    if path.split("/")[0] in kinds
+  }
   fields = ("communication_period", "commit", "commit_delta")
   # The other options may change, as the number of workers may.
   options = ("fragments", "delay", "blend", "commit_dtype")
   return {
-    # First: a field of a config says more than what follows from it.
-    **json.loads(json.dumps(facts)),
     "AGN": {
       **{name: getattr(agn, name) for name in fields},
       "outer_tx": agn.outer_tx is not None,
@@ -77,30 +109,3 @@ def _digest(tx: Any, shapes: TrainState) -> str:
   # The same on machines with other accelerators.
   program = traced.lower(lowering_platforms=("cpu",)).as_text()
   return hashlib.sha256(program.encode()).hexdigest()[:16]
-
-
-def agree(objects: store.Objects, own: dict[str, Any]) -> None:
-  """Writes the facts of a run, or compares them with those that are there.
-
-  Args:
-    objects: The store.
-    own: The facts of this worker.
-
-  Raises:
-    ValueError: They differ; the message has the path and both values.
-  """
-  content, generation = objects.read(_KEY)
-  if content is None and objects.write(_KEY, store.pack(own), generation):
-    return
-  for path, here, there in checks.differences(own, read(objects)):
-    raise ValueError(
-      f"Worker: {path} is {here!r} here, and {there!r} in the run in "
-      f"{objects.url}. All workers need the same. For another run use another "
-      "directory."
-    )
-
-
-def read(objects: store.Objects) -> dict[str, Any] | None:
-  """Returns the facts of the run in a store; None before its first worker."""
-  content, _ = objects.read(_KEY)
-  return None if content is None else store.unpack(_KEY, content)

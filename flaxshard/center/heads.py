@@ -105,9 +105,9 @@ def read(objects: store.Objects, *, has_begun: bool = True) -> Heads:
   content, generation = objects.read(_KEY)
   if content is None:
     if has_begun:
-      raise store.DamagedError(f"{_KEY} in {objects.url} is missing.")
+      raise encoding.DamagedError(f"{_KEY} in {objects.url} is missing.")
     return Heads(generation)
-  found = store.unpack(_KEY, content)
+  found = encoding.unpack(_KEY, content)
   return Heads(
     generation, [Head(**head) for head in found["heads"]], found["finished"]
   )
@@ -116,7 +116,7 @@ def read(objects: store.Objects, *, has_begun: bool = True) -> Heads:
 def swap(objects: store.Objects, new: Heads) -> bool:
   """Writes heads; returns whether the object still had their generation."""
   heads = [dataclasses.asdict(head) for head in new.heads]
-  content = store.pack({"heads": heads, "finished": new.finished})
+  content = encoding.pack({"heads": heads, "finished": new.finished})
   return objects.write(_KEY, content, new.generation) is not None
 
 
@@ -165,13 +165,14 @@ def write(
   # Sorted by their versions.
   name = f"{center.version:09d}-{uuid.uuid4().hex[:8]}"
   head = Head(center.version, name, center.workers, taken or {})
-  trees = [
+  trees: list[Any] = [
     {"arrays": center.arrays},
     {"slots": center.slots, "remainders": center.remainders},
-    {"arrays": change},
   ]
-  keys = head.keys(center.fragment)[: 3 if change else 2]
-  packed = map(store.pack, trees)
+  if change:
+    trees.append({"arrays": change})
+  packed = map(encoding.pack, trees)
+  keys = head.keys(center.fragment)
   objects.write_all(dict(zip(keys, packed, strict=False)))
   return head
 
@@ -209,11 +210,11 @@ def read_center(
     newer = read(objects).heads[fragment]
     if newer == head:
       missing = keys[contents.index(None)]
-      raise store.DamagedError(f"{missing} in {objects.url} is missing.")
+      raise encoding.DamagedError(f"{missing} in {objects.url} is missing.")
     head = newer
   found: dict[str, Any] = {}
   for key, content in zip(keys, contents, strict=True):
-    found |= store.unpack(key, content or b"")
+    found |= encoding.unpack(key, content or b"")
   if from_base and base:
     found["arrays"] = add_change(base.arrays, found["arrays"])
   return Center(fragment, head.version, workers=head.workers, **found)

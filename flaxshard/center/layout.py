@@ -24,6 +24,7 @@ from flaxshard.core import trees
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import agn_store
+from flaxshard.wrappers.agn import ModelState
 
 S = TypeVar("S", bound=TrainState)
 Commit = dict[str, Any]
@@ -44,8 +45,10 @@ class Layout:
       these are floating-point arrays of other collections: commits have their
       new values. They belong to the last fragment.
     fragment_of: The fragment of each of them.
-    slots: The fragment of each slot of the optimizer, by path, in tree order;
-      None for slots that all fragments have, such as step counts.
+    model: Shapes and dtypes of the parameters, and of the slots of the center's
+      optimizer.
+    slots: The fragment of each of these slots, by path, in tree order; None for
+      those that all fragments have, such as step counts.
 
   Raises:
     ValueError: The model has layers of Flax in fp8.
@@ -73,12 +76,12 @@ class Layout:
     fragments = self.agn.transport.fragments
     self.fragment_of = agn_store.divide({"params": own.grad_accum}, fragments)
     self.fragment_of |= dict.fromkeys(others, fragments - 1)
-    root, slots = train_states.slots_of(self.shapes)
-    paths = [
-      path
-      for path in train_states.leaves(self.shapes)
-      if f"{path}/".startswith(f"{root}/")
-    ]
+    root, slots = "opt_state", self.shapes.opt_state
+    if self.agn.outer_tx is not None:
+      root = f"{train_states.OWN}/outer_opt_state"
+      slots = own.outer_opt_state
+    self.model = ModelState(params, slots)
+    paths = train_states.leaves({root: slots})
     owners = opt_state_lib.parameters_of(slots, params)
     self.slots = {
       path: None

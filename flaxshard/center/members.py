@@ -13,8 +13,8 @@ import time
 from typing import Any, NamedTuple
 import uuid
 
+from flaxshard.center import encoding
 from flaxshard.center import store
-from flaxshard.center.watch import Watch
 from flaxshard.wrappers.agn_store import Store
 
 # The name of the process that merges and does not train.
@@ -42,8 +42,8 @@ class _Seen(NamedTuple):
 def _parse(key: str, content: bytes | None) -> dict[str, Any]:
   """Returns the object of a worker; `{}` if it is missing or damaged."""
   try:
-    return store.unpack(key, content or b"")
-  except store.DamagedError:
+    return encoding.unpack(key, content or b"")
+  except encoding.DamagedError:
     return {}
 
 
@@ -58,6 +58,8 @@ class Members:
 
   Attributes:
     start: A unique name of this start of the worker.
+    watch: The thread. Its error may be that another start has replaced this
+      one.
     patience: Seconds after which updates do not wait for a worker that is
       quiet.
     was_away: Whether this process stood still for longer than the deadline.
@@ -67,6 +69,7 @@ class Members:
     self, objects: store.Objects, name: str, num_workers: int, options: Store
   ):
     self.start = uuid.uuid4().hex[:8]
+    self.watch = store.Watch(self._beat_and_look)
     self.was_away = False
     self._objects = objects
     self._name = name
@@ -78,30 +81,33 @@ class Members:
     )
     self.patience = (_MISSED_BEATS + 1) * self._seconds
     self._generation = b""
-    self._is_replaced = False
     names = map(str, range(num_workers))
     self._seen = dict.fromkeys(names, _Seen(b"", time.monotonic(), "absent"))
     phase = "merging" if name == SYNCHRONIZER else "training"
     self._seen[name] = _Seen(b"", math.inf, phase)
     self._lock = threading.Lock()
     self._last_look = math.inf
-    self._watch = Watch(self._beat_and_look)
 
   def enter(self) -> None:
     """Takes the place of an older start of this worker; signs of life begin."""
     self._generation = self._objects.read(self._key)[1]
     self._beat(takes_over=True)
     self.look()
-    self._watch.start()
+    self.watch.start()
 
   def leave(self) -> None:
     """Ends the signs of life; the others need not wait for this worker."""
-    self._watch.close()
+    self.watch.close()
     if self._generation and not self.is_done:
-      self.announce("away")
+      with contextlib.suppress(RuntimeError):  # replaced by another start
+        self.announce("away")
 
   def announce(self, phase: str) -> None:
-    """Tells the others of a new phase, if the store can be reached."""
+    """Tells the others of a new phase, if the store can be reached.
+
+    Raises:
+      RuntimeError: Another start of this worker has replaced this one.
+    """
     self._seen[self._name] = _Seen(b"", math.inf, phase)
     # The next sign of life tells it.
     with contextlib.suppress(store.StoreError):
@@ -143,16 +149,6 @@ class Members:
       "training", "absent", seconds=self._deadline
     )
 
-  def check(self) -> None:
-    """Raises a RuntimeError if another start has replaced this one."""
-    self._watch.check()
-    if self._is_replaced:
-      raise RuntimeError(
-        f"Worker: worker {self._name} of {self._objects.url} was started "
-        "again, and this start has ended. Each worker needs a number of its "
-        "own."
-      )
-
   def merges(self, fragment: int) -> bool:
     """Returns whether this process is the one to merge a fragment."""
     here = self.find(
@@ -173,10 +169,13 @@ class Members:
     return self._seconds
 
   def _beat(self, *, takes_over: bool = False) -> None:
-    """Writes the object of this worker, unless another start has replaced it.
+    """Writes the object of this worker.
 
     Args:
       takes_over: Whether this start replaces the others.
+
+    Raises:
+      RuntimeError: Another start has replaced this one.
     """
     with self._lock:
       own = {
@@ -184,12 +183,17 @@ class Members:
         "phase": self._seen[self._name].phase,
         "beat": time.time(),
       }
-      while not self._is_replaced:
-        new = self._objects.write(self._key, store.pack(own), self._generation)
-        if new is not None:
-          self._generation = new
-          return
-        content, self._generation = self._objects.read(self._key)
+      beat = encoding.pack(own)
+      write = self._objects.write
+      while not (new := write(self._key, beat, self._generation)):
+        content, generation = self._objects.read(self._key)
         start = _parse(self._key, content).get("start", self.start)
         # A write whose answer was lost is our own.
-        self._is_replaced = not takes_over and start != self.start
+        if not takes_over and start != self.start:
+          raise RuntimeError(
+            f"Worker: worker {self._name} of {self._objects.url} was started "
+            "again, and this start has ended. Each worker needs a number of "
+            "its own."
+          )
+        self._generation = generation
+      self._generation = new

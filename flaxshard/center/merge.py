@@ -21,10 +21,10 @@ import time
 from typing import Any
 
 from flaxshard.center import commits as commits_lib
+from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center import update
-from flaxshard.center import watch
 from flaxshard.center.commits import Key
 from flaxshard.center.layout import Layout
 from flaxshard.center.members import Members
@@ -70,7 +70,7 @@ class Merger:
     self._layout = layout
     self._options = layout.agn.transport
     self.members = Members(objects, name, num_workers, self._options)
-    self.watch = watch.Watch(self._look)
+    self.watch = store.Watch(self._look)
     # By fragment: since when commits wait for the others, and in which version.
     self._waits: dict[int, tuple[int, float]] = {}
     self._swept = time.monotonic()
@@ -82,7 +82,7 @@ class Merger:
 
   def check(self) -> None:
     """Raises what has ended a thread, or the start of this worker."""
-    self.members.check()
+    self.members.watch.check()
     self.watch.check()
 
   def close(self) -> None:
@@ -109,7 +109,7 @@ class Merger:
       is_new |= self._merge(fragment, keys, last)
     if last and not is_new:
       is_new = self._finish()
-    return 0.0 if is_new else watch.pause_after(start, _PAUSE_LOOKS)
+    return 0.0 if is_new else store.pause_after(start, _PAUSE_LOOKS)
 
   def _merge(self, fragment: int, found: list[Key], last: bool) -> bool:
     """Merges the commits of a fragment, if enough have come.
@@ -179,7 +179,7 @@ class Merger:
         good.append(
           update.decode(self._layout, fragment, str(key), content or b"")
         )
-      except store.DamagedError as e:
+      except encoding.DamagedError as e:
         _log.warning("a commit of worker %s is set aside: %s", key.worker, e)
     # In the order of their steps.
     taken = head.taken | {key.name: key.step for key in keys}

@@ -7,29 +7,25 @@ certain generation. Everything here rests on that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-import json
 import logging
-import math
 import os
 import threading
 import time
 from typing import Any
-import zlib
 
-import jax.numpy as jnp
-import numpy as np
 import tensorstore as ts
 
 from flaxshard.core import files
 
 _log = logging.getLogger("flaxshard")
 
-# The key of an array in a header.
-_ARRAY = "@array"
-
 # Seconds that a request may take: of small objects, and of large ones on a slow
 # link.
 _SMALL_SECONDS, _LARGE_SECONDS = 60.0, 600.0
+
+# Bounds of the seconds between two looks for something new, and of those while
+# the store cannot be reached.
+_PAUSES, _FAILED_PAUSES = (0.005, 0.5), (0.1, 10.0)
 
 # TensorStore's own attempts end after seconds, not after minutes.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
@@ -50,10 +46,6 @@ class StoreError(OSError):
   """The store cannot be read or written."""
 
 
-class DamagedError(ValueError):
-  """An object is not what was written."""
-
-
 def center_url(directory: str) -> str:
   """Returns the URL of the center of a run.
 
@@ -71,66 +63,6 @@ def center_url(directory: str) -> str:
   if directory.startswith(("gs://", "s3://", "memory://")):
     return f"{directory.rstrip('/')}/center"
   return os.path.join(files.absolute(directory), "center")
-
-
-def pack(tree: Any) -> bytes:
-  """Returns a tree of dicts with NumPy arrays and values of JSON as bytes.
-
-  The bytes are a checksum, the length of a header, the header in JSON, in which
-  arrays are a dtype, a shape and a place, and the arrays one after another. A
-  general serializer would copy them twice, for as long as a disk takes.
-  """
-  buffers: list[Any] = []
-
-  def describe(x: Any) -> Any:
-    if isinstance(x, dict):
-      return {key: describe(value) for key, value in x.items()}
-    if not isinstance(x, (np.ndarray, np.generic)):
-      return x
-    x = np.ascontiguousarray(x).reshape(np.shape(x))
-    buffers.append(x.reshape(-1).view(np.uint8))
-    return {_ARRAY: [x.dtype.name, list(x.shape)]}
-
-  header = json.dumps(describe(tree)).encode()
-  body = [len(header).to_bytes(8, "little"), header, *buffers]
-  checksum = 0
-  for part in body:
-    checksum = zlib.crc32(part, checksum)
-  return b"".join([checksum.to_bytes(4, "little"), *body])
-
-
-def unpack(key: str, content: bytes) -> Any:
-  """Undoes `pack`; the arrays are read-only views of the bytes.
-
-  Args:
-    key: The key of the object, for the error.
-    content: Its content.
-
-  Raises:
-    DamagedError: The checksum is another one.
-  """
-  view = memoryview(content)
-  if zlib.crc32(view[4:]).to_bytes(4, "little") != view[:4]:
-    raise DamagedError(f"{key} is damaged: its checksum is wrong.")
-  place = 12 + int.from_bytes(view[4:12], "little")
-
-  def restore(x: Any) -> Any:
-    nonlocal place
-    if not isinstance(x, dict):
-      return x
-    if _ARRAY not in x:
-      return {name: restore(value) for name, value in x.items()}
-    name, shape = x[_ARRAY]
-    # jnp knows bfloat16 and float8.
-    dtype, count = jnp.dtype(name), math.prod(shape)
-    found = np.frombuffer(view, dtype, count, place).reshape(shape)
-    place += count * dtype.itemsize
-    return found
-
-  try:
-    return restore(json.loads(bytes(view[12:place])))
-  except (KeyError, TypeError, ValueError) as e:
-    raise DamagedError(f"{key} is damaged: {e!r}") from e
 
 
 class Objects:
@@ -283,3 +215,68 @@ def _open(url: str) -> Any:
     if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
       spec["endpoint"] = endpoint
   return ts.KvStore.open(spec, context=_CONTEXT)
+
+
+class Watch(threading.Thread):
+  """A thread that looks until it is closed, also while the store fails.
+
+  Args:
+    look: A function that looks, and returns the seconds until the next look;
+      None ends the thread.
+
+  Attributes:
+    wake: An event: look at once.
+  """
+
+  def __init__(self, look: Callable[[], float | None]):
+    # Not one of a pool, whose threads a program waits for at its end.
+    super().__init__(daemon=True)
+    self._look = look
+    self.wake = threading.Event()
+    self._is_closed = False
+    self._error: BaseException | None = None
+
+  def check(self) -> None:
+    """Raises what has ended the thread."""
+    if self._error is not None:
+      raise self._error
+
+  def close(self, seconds: float = 10.0) -> None:
+    """Ends the thread.
+
+    Args:
+      seconds: How long to wait for a look that is under way.
+    """
+    self._is_closed = True
+    self.wake.set()
+    if self.ident is not None:
+      self.join(seconds)
+
+  def run(self) -> None:
+    """Looks until the end."""
+    least, most = _FAILED_PAUSES
+    pause: float | None = 0.0
+    try:
+      while pause is not None:
+        if self.wake.wait(pause):
+          self.wake.clear()
+        if self._is_closed:
+          return
+        failed_pause = min(max(2 * pause, least), most)
+        try:
+          pause = self._look()
+        except StoreError:  # it has warned
+          pause = failed_pause
+    except BaseException as e:
+      self._error = e
+
+
+def pause_after(start: float, looks: float) -> float:
+  """Returns the seconds until the next look: a far store is asked less often.
+
+  Args:
+    start: When the last look began, by `time.monotonic`.
+    looks: The pause as a multiple of what it took.
+  """
+  least, most = _PAUSES
+  return min(max(looks * (time.monotonic() - start), least), most)

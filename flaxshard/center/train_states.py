@@ -29,7 +29,7 @@ PyTree = Any
 S = TypeVar("S", bound=TrainState)
 
 # The path of `AGNState`.
-_OWN = f"wrapper_states/{AGN.name}"
+OWN = f"wrapper_states/{AGN.name}"
 
 
 def find(state: Any) -> tuple[AGN, AGNState]:
@@ -72,44 +72,28 @@ def with_leaves(state: S, new: Mapping[str, Any]) -> S:
     new: Arrays of JAX or NumPy by path.
   """
   old, structure = jax.tree.flatten(state)
-  return jax.tree.unflatten(
-    structure,
-    [
-      _place(new[path], x) if path in new else x
-      for path, x in zip(_paths(structure), old, strict=True)
-    ],
-  )
-
-
-def center_leaves(state: TrainState) -> Arrays:
-  """Returns parameters and other collections by path."""
-  kinds = {"params", *find(state)[1].collections}
-  return {k: x for k, x in leaves(state).items() if k.split("/")[0] in kinds}
+  placed = [
+    x if new.get(path, x) is x else _place(new[path], x)
+    for path, x in zip(_paths(structure), old, strict=True)
+  ]
+  return jax.tree.unflatten(structure, placed)
 
 
 def local_path(path: str) -> str:
   """Returns the path of a worker's own array beside one of the center."""
   if path.split("/")[0] == "params":
-    return f"{_OWN}/local_{path}"
-  return f"{_OWN}/collections/{path}"
+    return f"{OWN}/local_{path}"
+  return f"{OWN}/collections/{path}"
 
 
 def sum_path(path: str) -> str:
   """Returns the path of the accumulator of a parameter."""
-  return f"{_OWN}/grad_accum{path.removeprefix('params')}"
+  return f"{OWN}/grad_accum{path.removeprefix('params')}"
 
 
 def own(**fields: Any) -> Arrays:
   """Returns fields of `AGNState` by path."""
-  return {f"{_OWN}/{name}": x for name, x in fields.items()}
-
-
-def slots_of(state: TrainState) -> tuple[str, PyTree]:
-  """Returns the state of the center's optimizer, after its path."""
-  agn, own = find(state)
-  if agn.outer_tx is None:
-    return "opt_state", state.opt_state
-  return f"{_OWN}/outer_opt_state", own.outer_opt_state
+  return {f"{OWN}/{name}": x for name, x in fields.items()}
 
 
 def key_data(x: Any) -> Any:
@@ -178,9 +162,7 @@ def restart(state: S, local_step: int) -> S:
     step=np.asarray(state.step) + shift,
     wrapper_states={**state.wrapper_states, agn.name: restarted},
   )
-  return jax.tree.map(
-    lambda x, old: x if x is old else _place(x, old), new, state
-  )
+  return with_leaves(state, leaves(new))
 
 
 def final_state(url: str, state: S) -> tuple[int, S] | None:

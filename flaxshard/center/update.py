@@ -17,7 +17,6 @@ import numpy as np
 
 from flaxshard.center import encoding
 from flaxshard.center import heads
-from flaxshard.center import store
 from flaxshard.center import train_states
 from flaxshard.center.heads import Arrays
 from flaxshard.center.layout import Commit
@@ -37,7 +36,7 @@ def decode(layout: Layout, fragment: int, key: str, content: bytes) -> Commit:
   """
   wanted, sums = layout.arrays_of(fragment), layout.accumulators
   try:
-    commit = store.unpack(key, content)
+    commit = encoding.unpack(key, content)
     numbers = {name: float(commit[name]) for name in _NUMBERS}
     arrays = {
       path: encoding.decode(x).astype(wanted[path].dtype)
@@ -53,7 +52,7 @@ def decode(layout: Layout, fragment: int, key: str, content: bytes) -> Commit:
       raise ValueError("a number, a shape or an array is wrong")
   # Whatever it is: nobody else's training ends by it.
   except Exception as e:
-    raise store.DamagedError(f"{key} is no commit of this run: {e!r}") from e
+    raise encoding.DamagedError(f"{key} is no commit of this run: {e!r}") from e
   if not layout.agn.commit_delta:
     for path in sums.keys() & arrays.keys():
       arrays[path] = arrays[path] / arrays[path].dtype.type(numbers["steps"])
@@ -143,26 +142,20 @@ def _apply(layout: Layout, center: Arrays, committed: Arrays) -> Arrays:
 @functools.partial(jax.jit, static_argnums=0)
 def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
   """Updates parameters and slots; those that are not given are zeros."""
-  shapes = layout.shapes
-  param_paths = [*train_states.leaves({"params": shapes.params})]
+  params = layout.model.params
+  param_paths = [*train_states.leaves({"params": params})]
   paths = [*param_paths, *layout.slots]
-  _, slots = train_states.slots_of(shapes)
-  old = agn_lib.ModelState(shapes.params, slots)
-  leaves, structure = jax.tree.flatten(old)
+  leaves, structure = jax.tree.flatten(layout.model)
   full = [
     _leaf(center.get(path), x) for path, x in zip(paths, leaves, strict=True)
   ]
   new = agn_lib.apply_tx(
-    layout.agn.outer_tx or shapes.tx,
+    layout.agn.outer_tx or layout.shapes.tx,
     jax.tree.unflatten(structure, full),
-    jax.tree.unflatten(
-      jax.tree.structure(shapes.params), map(grads.get, param_paths)
-    ),
+    jax.tree.unflatten(jax.tree.structure(params), map(grads.get, param_paths)),
   )
   found = dict(zip(paths, jax.tree.leaves(new), strict=True))
-  return {
-    path: train_states.key_data(found[path]) for path in center if path in found
-  }
+  return {p: train_states.key_data(x) for p, x in found.items() if p in center}
 
 
 def _leaf(value: Any, like: Any) -> Any:

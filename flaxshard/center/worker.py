@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
-from concurrent import futures
 import contextlib
 import dataclasses
 import itertools
@@ -114,10 +113,6 @@ class Worker:
       "Worker: start_timeout", start_timeout, above=0
     )
     self._should_stop = should_stop or (lambda: False)
-    # What `close` ends.
-    self._stack = contextlib.ExitStack()
-    # By fragment: the commit that is under way.
-    self._exchanges: dict[int, Exchange] = {}
 
   @property
   def is_leader(self) -> bool:
@@ -154,7 +149,6 @@ class Worker:
       raise RuntimeError(
         "Worker: start was called before: a Worker takes part in one run."
       )
-    self._is_started = True
     self._agn, own = train_states.find(state)
     if note := stack.divergence(state.wrappers):
       raise ValueError(
@@ -170,8 +164,7 @@ class Worker:
     warn_of_short_period(self._agn, self.num_workers, "workers")
     self._layout = Layout(state)
     self._objects = store.Objects(self._url)
-    own_facts = facts_lib.describe(self._layout, state, facts or {})
-    facts_lib.agree(self._objects, own_facts)
+    facts_lib.agree(self._objects, self._layout, state, facts or {})
     self._merger = Merger(
       self._objects, self._layout, str(self.worker_id), self.num_workers
     )
@@ -179,16 +172,19 @@ class Worker:
     self._last_step = self.clock = int(own.local_step)
     # The clock at which there may be something to do.
     self._next_look = self.clock + 1
-    # By fragment: the examples since the last commit.
+    # By fragment: the examples since the last commit, and the commit that is
+    # under way.
     self._examples = [0.0] * self._options.fragments
-    # Fragments whose commit was due while the one before was under way.
+    self._exchanges: dict[int, Exchange] = {}
+    # Fragments whose commit has missed the deadline, so that nobody waits for
+    # it, and those whose next one was due while it was under way.
+    self._late: set[int] = set()
     self._overdue: set[int] = set()
     # Of commits: seconds, versions in between, and workers.
     self._results: list[tuple[float, int, int]] = []
+    self._is_started = True
     # Before Python ends: TensorStore's threads would abort it.
     atexit.register(self.close)
-    self._stack.callback(atexit.unregister, self.close)
-    self._stack.callback(self._merger.close)
     try:
       found = heads.read(self._objects, has_begun=False)
       # Those that are missing, or older than a checkpoint.
@@ -201,11 +197,7 @@ class Worker:
       if new != found.heads:
         heads.swap(self._objects, dataclasses.replace(found, heads=new))
       self._merger.start()
-      found = heads.read(self._objects)
-      is_new = not any(found.versions) and not found.finished
-      if is_new:
-        self._wait_for_all()
-      return self._join(state, is_new)
+      return self._join(state)
     except BaseException:
       self.close()
       raise
@@ -245,7 +237,7 @@ class Worker:
     if local_step == self._last_step:
       return state  # the step was skipped, or is accumulated
     self._last_step = local_step
-    self._members.check()
+    self._ask()
     for fragment in agn_store.due(self._agn, local_step):
       state = self._send(state, fragment)
     delayed = local_step - self._options.delay
@@ -254,8 +246,9 @@ class Worker:
     if self._members.was_away and not self._exchanges:
       # If the store cannot be read, at the next commit.
       with contextlib.suppress(store.StoreError):
-        if not self.is_finished and self._step_of_all() > local_step:
-          state = self._take_newest(state, self._step_of_all())
+        step = self._step_of_all(local_step)
+        if step > local_step and not self.is_finished:
+          state = self._take_newest(state, step)
         self._members.was_away = False
     return state
 
@@ -290,8 +283,7 @@ class Worker:
       StoreError: The store cannot be reached for `deadline` seconds.
     """
     self._check_running("finish")
-    for exchange in self._exchanges.values():
-      exchange.is_late = False
+    self._late.clear()
     for fragment in range(self._options.fragments):
       state = self._receive(state, fragment)
       if fragment in self._overdue:
@@ -306,7 +298,7 @@ class Worker:
       )
     for exchange in self._exchanges.values():
       # The end would come without it.
-      while not self._wait(exchange.written, _ASK_SECONDS) and not self._ask():
+      while not exchange.written.wait(_ASK_SECONDS) and not self._ask():
         self._objects.check(self._options.deadline)
     if not self.is_finished:
       state = self._end(state)
@@ -337,11 +329,12 @@ class Worker:
     if not self._is_started or self.is_closed:
       return
     self.is_closed = True
-    exchanges = self._exchanges.values()
-    futures.wait([x.written for x in exchanges], timeout=_LAST_WRITE_SECONDS)
-    for exchange in exchanges:
-      exchange.watch.close(0.0)
-    self._stack.close()
+    atexit.unregister(self.close)
+    end = time.monotonic() + _LAST_WRITE_SECONDS
+    for exchange in self._exchanges.values():
+      exchange.written.wait(max(end - time.monotonic(), 0.0))
+      exchange.close(0.0)
+    self._merger.close()
 
   def __enter__(self) -> Self:
     return self
@@ -372,27 +365,23 @@ class Worker:
       time.sleep(_ASK_SECONDS)
       self._members.look()
 
-  def _join(self, state: Any, is_new: bool) -> Any:
-    """Returns the state at the center of the run.
-
-    Args:
-      state: The state of this worker.
-      is_new: Whether this worker was there at the beginning: it has not missed
-        what others have done since.
-    """
-    _, own = train_states.find(state)
+  def _join(self, state: Any) -> Any:
+    """Returns the state at the center of the run."""
     found = heads.read(self._objects)
+    # Who is there at the beginning has not missed what others do after it.
+    is_new = not any(found.versions) and not found.finished
+    if is_new:
+      self._wait_for_all()
+      found = heads.read(self._objects)
     if found.finished:
       return self._end(state, is_late=True)
-    step, versions = int(own.local_step), own.versions.tolist()
-    # Else it is the state of another transport or of other fragments.
-    is_own = step <= self._agn.communication_period or bool(own.sent.any())
-    is_own &= self._find_last_step() <= step
-    if step and is_own and versions == found.versions:
+    step, versions = self._last_step, train_states.find(state)[1].versions
+    is_newest = versions.tolist() == found.versions
+    if step and is_newest and self._find_last_step() <= step:
       return state  # as it was left
     return self._take_newest(state, step if is_new else self._step_of_all(step))
 
-  def _step_of_all(self, least: int = 0) -> int:
+  def _step_of_all(self, least: int) -> int:
     """Returns the largest local step of a commit in the store."""
     found = heads.read(self._objects)
     return max(least, self._find_last_step(), found.step)
@@ -460,9 +449,9 @@ class Worker:
       name = f"{self.worker_id}-{self._members.start}"
       key = commits_lib.Key(fragment, name, commit["step"])
       wake = self._merger.watch.wake.set
-      self._exchanges[fragment] = Exchange(
-        self._objects, key, commit, base, on_written=wake
-      )
+      exchange = Exchange(self._objects, key, commit, base, on_written=wake)
+      exchange.start()
+      self._exchanges[fragment] = exchange
     self._examples[fragment] = 0.0
     return state
 
@@ -477,10 +466,24 @@ class Worker:
     exchange = self._exchanges.get(fragment)
     if exchange is None:
       return state
-    wait = wait and not exchange.is_late
-    if not self._wait(exchange.result, self._options.deadline if wait else 0.0):
-      exchange.is_late |= wait
-      if wait and not self._should_stop():
+    wait = wait and fragment not in self._late
+    end = time.monotonic() + (self._options.deadline if wait else 0.0)
+    stops = False
+    while exchange.is_alive() and time.monotonic() < end:
+      exchange.join(_ASK_SECONDS)
+      if self._ask() and not stops:
+        stops, end = True, min(end, time.monotonic() + _LAST_WRITE_SECONDS)
+    if not exchange.is_alive():
+      exchange.check()
+      del self._exchanges[fragment]
+      self._late.discard(fragment)
+      if exchange.center is None:
+        return self._end(state, is_late=True)
+      self._results.append(exchange.metrics(exchange.center))
+      return self._layout.pull(state, exchange.center)
+    if wait:
+      self._late.add(fragment)
+      if not self._should_stop():
         _log.warning(
           "worker %d goes on alone: its commit of local step %d is not in the "
           "center after deadline=%g seconds",
@@ -488,32 +491,13 @@ class Worker:
           exchange.key.step,
           self._options.deadline,
         )
-      return state
-    del self._exchanges[fragment]
-    center = exchange.result.result()
-    if center is None:
-      return self._end(state, is_late=True)
-    self._results.append(exchange.metrics(center))
-    return self._layout.pull(state, center)
-
-  def _wait(self, future: futures.Future[Any], seconds: float) -> bool:
-    """Waits for a thread, not for long once `should_stop` is True.
-
-    Returns:
-      Whether it has ended.
-    """
-    end, stops = time.monotonic() + seconds, False
-    while not future.done() and time.monotonic() < end:
-      futures.wait([future], timeout=_ASK_SECONDS)
-      if self._ask() and not stops:
-        stops, end = True, min(end, time.monotonic() + _LAST_WRITE_SECONDS)
-    return future.done()
+    return state
 
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
     self._merger.check()
     for exchange in self._exchanges.values():
-      exchange.watch.check()
+      exchange.check()
     return self._should_stop()
 
   # -- The end.

@@ -111,7 +111,7 @@ class Guarded:
     if not condition and content is not None:
       run.written[key] = content
     elif condition and future.result().generation and key == "head":
-      run.heads.append(store.unpack(key, content))
+      run.heads.append(encoding.unpack(key, content))
     return future
 
   def delete_range(self, keys):
@@ -209,7 +209,7 @@ class Run:
         for path, x in commit["arrays"].items():
           exact[path] -= weight * encoding.decode(x)
     key = f"slots/{fragment}/{heads[-1]['name']}"
-    final = store.unpack("slots", self.written[key])
+    final = encoding.unpack("slots", self.written[key])
     atol = 1e-3 if agn.transport.commit_dtype or agn.commit == "mean" else 0
     for path in commit["arrays"]:
       found = params[path.removeprefix("params/")] + final["remainders"].get(
@@ -233,7 +233,7 @@ class Run:
     return found
 
   def commit(self, key, worker):
-    return store.unpack(key, self.written[key]), worker
+    return encoding.unpack(key, self.written[key]), worker
 
 
 class Setup:

@@ -1,4 +1,4 @@
-"""Arrays in fewer bits."""
+"""Trees of arrays as bytes, and arrays in fewer bits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,8 +6,47 @@ import pytest
 
 from flaxshard.center import encoding
 
+TREE = {
+  "step": 3,
+  "name": "a b",
+  "scale": 0.1,
+  "shape": [2, 3],
+  "nothing": None,
+  "arrays": {
+    "w/a": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    "half": np.asarray(jnp.ones(3, jnp.bfloat16)),
+    "numbers": np.arange(-3, 3, dtype=np.int8),
+    "pairs": np.array([15, 240], np.uint8),
+    "flag": np.array(True),
+    "z": np.array([1 + 2j], np.complex64),
+    "empty": np.zeros((0, 2), np.float32),
+    "scalar": np.float32(2.5),
+  },
+}
 LARGEST = {"int8": 127, "int4": 7}
 RNG = np.random.default_rng(0)
+
+
+def test_a_tree_is_the_same_after_it_was_bytes():
+  found = encoding.unpack("key", encoding.pack(TREE))
+  assert {**found, "arrays": 0} == {**TREE, "arrays": 0}
+  assert found["arrays"].keys() == TREE["arrays"].keys()
+  for name, x in TREE["arrays"].items():
+    y = found["arrays"][name]
+    assert (y.dtype, y.shape) == (x.dtype, x.shape), name
+    np.testing.assert_array_equal(x, y)
+    assert not y.flags.writeable
+
+
+def test_every_damage_is_found():
+  content = encoding.pack(TREE)
+  damaged = [content[:n] for n in range(0, len(content), 7)]
+  for n in range(0, len(content), 5):
+    damaged.append(content[:n] + bytes([content[n] ^ 4]) + content[n + 1 :])
+  damaged += [content + b"\0", bytes(4), bytes(12), bytes(100), b"{}"]
+  for found in damaged:
+    with pytest.raises(encoding.DamagedError, match="a/key"):
+      encoding.unpack("a/key", found)
 
 
 def round_trip(x, dtype):

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import flaxshard as fs
+from flaxshard.center import encoding
 from flaxshard.center import merge
 from flaxshard.center import store
-from flaxshard.center import watch
 from flaxshard.center import worker as worker_lib
 
 PARAMS = {"b": np.float32(8), "w": np.arange(6, dtype=np.float32)}
@@ -201,27 +201,29 @@ GOOD = {
 
 
 def with_arrays(**arrays):
-  return store.pack({**GOOD, "arrays": {**GOOD["arrays"], **arrays}})
+  return encoding.pack({**GOOD, "arrays": {**GOOD["arrays"], **arrays}})
 
 
 BAD = {
   "empty": b"",
   "zeros": bytes(4),
   "text": b"hello" * 20,
-  "cut": store.pack(GOOD)[:-1],
-  "list": store.pack([1, 2]),
-  "lacks": store.pack({"arrays": GOOD["arrays"]}),
-  "steps": store.pack({**GOOD, "steps": 0}),
-  "step": store.pack({**GOOD, "step": "a"}),
-  "version": store.pack({**GOOD, "version": None}),
-  "examples": store.pack({**GOOD, "examples": float("inf")}),
+  "cut": encoding.pack(GOOD)[:-1],
+  "list": encoding.pack([1, 2]),
+  "lacks": encoding.pack({"arrays": GOOD["arrays"]}),
+  "steps": encoding.pack({**GOOD, "steps": 0}),
+  "step": encoding.pack({**GOOD, "step": "a"}),
+  "version": encoding.pack({**GOOD, "version": None}),
+  "examples": encoding.pack({**GOOD, "examples": float("inf")}),
   "unknown": with_arrays(**{"params/c": np.float32(4)}),
   "shape": with_arrays(**{"params/b": np.ones(2, np.float32)}),
   "nan": with_arrays(**{"params/b": np.float32(np.nan)}),
   "code": with_arrays(**{"params/b": {"numbers": 1}}),
   "text in an array": with_arrays(**{"stats/m": "x"}),
   "shape of a collection": with_arrays(**{"stats/m": np.ones(9, np.float32)}),
-  "no collection": store.pack({**GOOD, "arrays": {"params/b": np.float32(4)}}),
+  "no collection": encoding.pack(
+    {**GOOD, "arrays": {"params/b": np.float32(4)}}
+  ),
 }
 
 
@@ -255,7 +257,7 @@ def test_a_good_commit_of_another_is_merged(tmp_path):
   with fs.Worker(str(tmp_path), 0, 1) as worker:
     stats = {"m": np.zeros(2, np.float32)}
     state = worker.start(create(agn(commit="sum"), stats=stats))
-    write_foreign(tmp_path, store.pack(GOOD))
+    write_foreign(tmp_path, encoding.pack(GOOD))
     state = worker.finish(train(worker, state, [1, 1]))
   assert float(state.params["b"]) == 8 - 2 - 1
   # The mean, weighted by examples: two beside the two of this worker.
@@ -280,7 +282,7 @@ def test_a_damaged_center_is_an_error_that_names_it(tmp_path, kind, way):
   with contextlib.ExitStack() as stack:
     if (kind, way) != ("head", "missing"):
       match = f"(center|{kind}).* is (damaged|missing)"
-      stack.enter_context(pytest.raises(store.DamagedError, match=match))
+      stack.enter_context(pytest.raises(encoding.DamagedError, match=match))
     # Without a head it is a new run.
     with fs.Worker(str(tmp_path), 0, 1) as worker:
       worker.start(create())
@@ -334,7 +336,7 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
     group.step([np.float32(1)] * 2)
     lost = group.workers[0]
     # No sign of life, no commit, and nothing is merged.
-    lost._members._watch.close()
+    lost._members.watch.close()
     lost._merger.watch.close()
     start = time.monotonic()
     state = train(group.workers[1], group.states[1], [2, 2])
@@ -379,7 +381,7 @@ def test_a_synchronizer_merges_while_it_lives(directory):
 @pytest.fixture
 def cable(monkeypatch):
   """An event: while it is clear, no store can be read or written."""
-  monkeypatch.setattr(watch, "_FAILED_PAUSES", (0.1, 0.1))
+  monkeypatch.setattr(store, "_FAILED_PAUSES", (0.1, 0.1))
   monkeypatch.setattr(worker_lib, "_LAST_WRITE_SECONDS", 0.2)
   plugged = threading.Event()
   plugged.set()

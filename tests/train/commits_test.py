@@ -107,7 +107,7 @@ def test_a_stop_while_others_are_waited_for_is_no_end(tmp_path, caplog):
 
 
 def worker_phase(workdir):
-  from flaxshard.center.store import unpack
+  from flaxshard.center.encoding import unpack
 
   content, _ = Objects(f"{workdir}/center").read("worker/0")
   return content and unpack("worker/0", content)["phase"]
