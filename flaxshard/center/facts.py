@@ -14,7 +14,7 @@ import numpy as np
 from flaxshard.center import encoding
 from flaxshard.center import store
 from flaxshard.center import train_states
-from flaxshard.center.layout import Layout
+from flaxshard.center.train_states import Layout
 from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update

@@ -26,9 +26,9 @@ from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center import update
 from flaxshard.center.commits import Key
-from flaxshard.center.layout import Layout
 from flaxshard.center.members import Members
 from flaxshard.center.members import SYNCHRONIZER
+from flaxshard.center.train_states import Layout
 
 _log = logging.getLogger("flaxshard")
 

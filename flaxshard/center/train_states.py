@@ -1,13 +1,18 @@
-"""Train states of workers: which arrays are exchanged, and new ones in place.
+"""Train states of workers: their centers, commits, and new centers in place.
 
 Arrays are named by their paths in the train state: those of the center are
 `params/kernel` or, in other collections, `batch_stats/mean`. A worker has local
 ones beside them, and sums of gradients.
+
+The center is divided into fragments. A commit of a fragment has `steps` and
+`examples`, the local step `step`, the `version` of the center that it started
+from, and `arrays` by path: encoded gradients, and with those of the last
+fragment the values of other collections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import functools
 from typing import Any, TypeVar
 
@@ -15,21 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center.heads import Arrays
 from flaxshard.center.heads import Center
+from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
+from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import agn_store
 from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
+from flaxshard.wrappers.agn import ModelState
 
 PyTree = Any
 S = TypeVar("S", bound=TrainState)
+Commit = dict[str, Any]
 
 # The path of `AGNState`.
-OWN = f"wrapper_states/{AGN.name}"
+_OWN = f"wrapper_states/{AGN.name}"
 
 
 def find(state: Any) -> tuple[AGN, AGNState]:
@@ -53,9 +64,7 @@ def find(state: Any) -> tuple[AGN, AGNState]:
 @functools.lru_cache(maxsize=8)
 def _paths(structure: Any) -> list[str]:
   """Returns the path of each leaf of a tree structure."""
-  tree = jax.tree.unflatten(structure, range(structure.num_leaves))
-  found = jax.tree_util.tree_leaves_with_path(tree)
-  return [trees.path_string(path) for path, _ in found]
+  return trees.names(jax.tree.unflatten(structure, range(structure.num_leaves)))
 
 
 def leaves(tree: PyTree) -> Arrays:
@@ -64,13 +73,15 @@ def leaves(tree: PyTree) -> Arrays:
   return dict(zip(_paths(structure), found, strict=True))
 
 
-def with_leaves(state: S, new: Mapping[str, Any]) -> S:
+def with_leaves(state: S, new: Mapping[str, Any], **fields: Any) -> S:
   """Returns a state with other leaves, which lie where the old ones do.
 
   Args:
     state: The train state.
     new: Arrays of JAX or NumPy by path.
+    **fields: New fields of `AGNState`.
   """
+  new = {**new, **{f"{_OWN}/{name}": x for name, x in fields.items()}}
   old, structure = jax.tree.flatten(state)
   placed = [
     x if new.get(path, x) is x else _place(new[path], x)
@@ -82,23 +93,176 @@ def with_leaves(state: S, new: Mapping[str, Any]) -> S:
 def local_path(path: str) -> str:
   """Returns the path of a worker's own array beside one of the center."""
   if path.split("/")[0] == "params":
-    return f"{OWN}/local_{path}"
-  return f"{OWN}/collections/{path}"
+    return f"{_OWN}/local_{path}"
+  return f"{_OWN}/collections/{path}"
 
 
 def sum_path(path: str) -> str:
   """Returns the path of the accumulator of a parameter."""
-  return f"{OWN}/grad_accum{path.removeprefix('params')}"
-
-
-def own(**fields: Any) -> Arrays:
-  """Returns fields of `AGNState` by path."""
-  return {f"{OWN}/{name}": x for name, x in fields.items()}
+  return f"{_OWN}/grad_accum{path.removeprefix('params')}"
 
 
 def key_data(x: Any) -> Any:
   """Returns an array; of PRNG keys, as an optimizer may have, their data."""
   return jax.random.key_data(x) if trees.is_prng_key(x) else x
+
+
+class Layout:
+  """The center of a train state, divided into fragments.
+
+  Args:
+    state: A train state, or its shapes and dtypes.
+
+  Attributes:
+    agn: Its AGN.
+    shapes: Shapes and dtypes of the train state.
+    accumulators: Those of the parameters whose gradients are committed, by
+      path, in the order of `AGNState.received`.
+    arrays: Those of the arrays of commits, by path. Beside the accumulators
+      these are floating-point arrays of other collections: commits have their
+      new values. They belong to the last fragment.
+    fragment_of: The fragment of each of them.
+    model: Shapes and dtypes of the parameters, and of the slots of the center's
+      optimizer.
+    slots: The fragment of each of these slots, by path, in tree order; None for
+      those that all fragments have, such as step counts.
+
+  Raises:
+    ValueError: The model has layers of Flax in fp8.
+  """
+
+  def __init__(self, state: TrainState):
+    # No arrays: they would stay in memory.
+    self.shapes = jax.eval_shape(lambda x: x, state)
+    self.agn, own = find(self.shapes)
+    params = self.shapes.params
+    if gradients.optimized_params(params) is not params:
+      raise ValueError(
+        "AGN: layers in fp8, whose statistics are no gradients, need "
+        "transport='compiled'."
+      )
+    self.accumulators = leaves({"params": own.grad_accum})
+    others = {
+      path: x
+      for path, x in leaves(own.collections).items()
+      # The parameters that LoRA freezes are the same everywhere.
+      if path.split("/")[0] != lora.FROZEN
+      and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    self.arrays = self.accumulators | others
+    fragments = self.agn.transport.fragments
+    self.fragment_of = agn_store.divide({"params": own.grad_accum}, fragments)
+    self.fragment_of |= dict.fromkeys(others, fragments - 1)
+    root, slots = "opt_state", self.shapes.opt_state
+    if self.agn.outer_tx is not None:
+      root = f"{_OWN}/outer_opt_state"
+      slots = own.outer_opt_state
+    self.model = ModelState(params, slots)
+    paths = leaves({root: slots})
+    owners = opt_state_lib.parameters_of(slots, params)
+    self.slots = {
+      path: None
+      if owner is None
+      else self.fragment_of.get(f"params/{trees.path_string(owner)}", 0)
+      for path, owner in zip(paths, owners, strict=True)
+    }
+
+  def arrays_of(self, fragment: int) -> Arrays:
+    """Returns shapes and dtypes of the arrays of a fragment's commits."""
+    return {
+      path: x
+      for path, x in self.arrays.items()
+      if self.fragment_of[path] == fragment
+    }
+
+  def center_of(
+    self, state: TrainState, fragment: int, *, slots: bool = True
+  ) -> Center:
+    """Returns a fragment of the center in a train state.
+
+    Args:
+      state: The train state.
+      fragment: The number of the fragment.
+      slots: Whether with its slots.
+    """
+    found = leaves(state)
+    version = int(find(state)[1].versions[fragment])
+
+    def copy(paths: Iterable[str]) -> Arrays:
+      # The state may be donated.
+      return {p: np.array(key_data(found[p])) for p in paths}
+
+    own_slots = [
+      path
+      for path, owner in self.slots.items()
+      if slots and owner in (None, fragment)
+    ]
+    arrays = copy(self.arrays_of(fragment))
+    return Center(fragment, version, arrays, copy(own_slots))
+
+  def take(self, state: S, fragment: int) -> tuple[S, Commit]:
+    """Takes a commit out of the accumulators.
+
+    Args:
+      state: The train state of a worker.
+      fragment: The fragment that is committed.
+
+    Returns:
+      The state with what encoding has cut off in the accumulators; and the
+      commit, without `examples`.
+
+    Raises:
+      FloatingPointError: An accumulator has NaN or infinity.
+    """
+    _, own = find(state)
+    found, step = leaves(state), int(own.local_step)
+    received, sent = np.array(own.received), np.array(own.sent)
+    arrays: Arrays = {}
+    remainders: Arrays = {}
+    for number, path in enumerate(self.accumulators):
+      if self.fragment_of[path] == fragment and received[number]:
+        total = np.asarray(found[sum_path(path)])
+        if not np.isfinite(total).all():
+          raise FloatingPointError(
+            f"Worker: the accumulated gradients of {path} have NaN or infinity "
+            f"at local step {step}. They are not committed. A LossScale around "
+            "AGN skips such steps."
+          )
+        # No copy: these arrays are in no state any more.
+        arrays[path] = encoding.encode(total, self.agn.transport.commit_dtype)
+        remainders[path] = total - encoding.decode(arrays[path])
+        received[number] = False
+    for path in self.arrays_of(fragment).keys() - self.accumulators.keys():
+      arrays[path] = np.array(found[local_path(path)])
+    commit = {
+      "steps": step - int(sent[fragment]),
+      "step": step,
+      "version": int(own.versions[fragment]),
+      "arrays": arrays,
+    }
+    sent[fragment] = step
+    new = {sum_path(path): x for path, x in remainders.items()}
+    return with_leaves(state, new, received=received, sent=sent), commit
+
+  def pull(self, state: S, new: Center) -> S:
+    """Returns the state after a commit: it goes on from the center.
+
+    Args:
+      state: The train state of a worker.
+      new: The center of the fragment that was committed. Parameters are blended
+        with the local ones.
+    """
+    local = dict(new.arrays)
+    if blend := self.agn.transport.blend:
+      found = leaves(state)
+      for path in local.keys() & self.accumulators.keys():
+        own = found[local_path(path)]
+        dtype = gradients.accumulator_dtype(own.dtype)
+        a, b = (np.asarray(x, dtype) for x in (own, local[path]))
+        local[path] = blend * a + (1 - blend) * b
+    is_last = new.fragment == self.agn.transport.fragments - 1
+    commits = find(state)[1].commits + is_last
+    return put_center(state, new, local, commits=commits)
 
 
 def put_center(
@@ -115,9 +279,9 @@ def put_center(
   """
   versions = np.array(find(state)[1].versions)
   versions[new.fragment] = new.version
-  arrays = own(**fields, versions=versions)
-  arrays |= {local_path(path): x for path, x in (local or {}).items()}
-  return with_leaves(state, {**arrays, **new.arrays, **new.slots})
+  own = {local_path(path): x for path, x in (local or {}).items()}
+  arrays = {**own, **new.arrays, **new.slots}
+  return with_leaves(state, arrays, versions=versions, **fields)
 
 
 def with_center(objects: store.Objects, found: heads.Heads, state: S) -> S:
@@ -163,27 +327,6 @@ def restart(state: S, local_step: int) -> S:
     wrapper_states={**state.wrapper_states, agn.name: restarted},
   )
   return with_leaves(state, leaves(new))
-
-
-def final_state(url: str, state: S) -> tuple[int, S] | None:
-  """Returns the step and the state of the final center of a run that has ended.
-
-  Args:
-    url: The center.
-    state: A state of its workers.
-
-  Returns:
-    None if the run has not ended, or if the state has this center.
-
-  Raises:
-    StoreError: The store cannot be read.
-  """
-  objects = store.Objects(url)
-  found = heads.read(objects, has_begun=False)
-  versions = find(state)[1].versions.tolist()
-  if not found.finished or versions == found.versions:
-    return None
-  return found.step, with_center(objects, found, state)
 
 
 def _place(value: Any, like: Any) -> jax.Array:

@@ -19,8 +19,8 @@ from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import train_states
 from flaxshard.center.heads import Arrays
-from flaxshard.center.layout import Commit
-from flaxshard.center.layout import Layout
+from flaxshard.center.train_states import Commit
+from flaxshard.center.train_states import Layout
 from flaxshard.core import gradients
 from flaxshard.core import trees
 from flaxshard.wrappers import agn as agn_lib

@@ -20,8 +20,8 @@ from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center import train_states
 from flaxshard.center.commits import Exchange
-from flaxshard.center.layout import Layout
 from flaxshard.center.merge import Merger
+from flaxshard.center.train_states import Layout
 from flaxshard.core import checks
 from flaxshard.processes import cluster
 from flaxshard.wrappers import agn_store

@@ -230,14 +230,18 @@ def _find_final_center(
     The step and the state; None if the run has not ended, or has saved it.
   """
   # Imported here: other runs do not need it.
+  from flaxshard.center import heads
   from flaxshard.center import store
   from flaxshard.center import train_states
 
   url = store.center_url(workdir)
+  versions = train_states.find(state)[1].versions.tolist()
   with contextlib.suppress(store.StoreError):  # the store warns
-    if found := train_states.final_state(url, state):
+    objects = store.Objects(url)
+    found = heads.read(objects, has_begun=False)
+    if found.finished and found.versions != versions:
       _log.warning("step %d is older than the final center in %s", number, url)
-      return found
+      return found.step, train_states.with_center(objects, found, state)
   return None
 
 
