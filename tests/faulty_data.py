@@ -66,15 +66,15 @@ def _digits(fault, process=1) -> data.Splits:
 class Attempt:
   """A hook that notes an attempt of a worker, and sets the fault of its data.
 
-  The other worker waits at step 5 for all attempts of the faulty one.
+  A worker that has no fault waits at step 5 for all attempts of the others.
 
   Args:
     log: A folder with a file for each worker, and in it a line for each attempt
       with the id of the process and the fault.
-    faulty: Index of the faulty worker.
-    faults: Of its first attempts, in their order: "killed" (by SIGKILL),
-      "device" (an error of JAX) or "disk" (an exception of Python).
-    attempts: Number of attempts that it has.
+    faults: Of each worker, those of its first attempts, in their order:
+      "killed" (by SIGKILL), "device" (an error of JAX) or "disk" (an exception
+      of Python).
+    attempts: Number of attempts that each worker has.
     worker_id: Index of the worker.
   """
 
@@ -83,30 +83,27 @@ class Attempt:
   def __init__(
     self,
     log: str,
-    faulty: int,
-    faults: Sequence[str],
+    faults: Sequence[Sequence[str]],
     attempts: int,
     worker_id: int,
   ):
-    self._log = pathlib.Path(log)
-    self._faulty = faulty
+    self._files = [pathlib.Path(log, str(k)) for k in range(len(faults))]
     self._attempts = attempts
-    self._worker_id = worker_id
     attempt = self._count(worker_id)
-    has_fault = worker_id == faulty and attempt < len(faults)
-    Attempt.fault = faults[attempt] if has_fault else "none"
-    with (self._log / str(worker_id)).open("a") as f:
+    own = [*faults[worker_id], *["none"] * attempts]
+    Attempt.fault = own[attempt]
+    with self._files[worker_id].open("a") as f:
       print(os.getpid(), Attempt.fault, file=f)
 
   def __call__(self, step, state, metrics):
-    if self._worker_id != self._faulty and step == 5:
+    if step == 5:
       deadline = time.monotonic() + 120
-      while self._count(self._faulty) < self._attempts:
-        assert time.monotonic() < deadline, "the worker has not come back"
+      while min(map(self._count, range(len(self._files)))) < self._attempts:
+        assert time.monotonic() < deadline, "a worker has not come back"
         time.sleep(0.1)
 
   def _count(self, worker_id):
-    path = self._log / str(worker_id)
+    path = self._files[worker_id]
     return path.read_text().count("\n") if path.exists() else 0
 
 

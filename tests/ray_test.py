@@ -147,62 +147,46 @@ def test_run_with_an_error_and_a_retry_equals_one_process(cluster, tmp_path):
     )
 
 
-def _fit_workers(tmp_path, faulty, faults, max_failures):
-  """Returns the result, and the process and the fault of each attempt."""
+@pytest.mark.slow
+def test_workers_of_agn_start_again_alone(cluster, tmp_path):
+  """Worker 0 fails for good, and worker 1 ends the run."""
   from ray import train as ray_train
 
   config = _AGN.copy_and_resolve_references()
   config.data = {"name": "faulty_data:of_attempt"}
   config.eval_every_steps = 1
-  hook = {
-    "name": "faulty_data:Attempt",
-    "log": str(tmp_path),
-    "faulty": faulty,
-    "faults": faults,
-    "attempts": max_failures + 1,
-  }
-  config.hooks = (hook,)
+  faults = (("killed",) * 3, ("disk", "device"))
+  hook = {"name": "faulty_data:Attempt", "log": str(tmp_path)}
+  config.hooks = ({**hook, "faults": faults, "attempts": 3},)
   result = flaxshard.ray.fit(
     config,
     str(tmp_path / "run"),
     scaling_config=ray_train.ScalingConfig(num_workers=2),
     run_config=ray_train.RunConfig(
-      failure_config=ray_train.FailureConfig(max_failures=max_failures)
+      failure_config=ray_train.FailureConfig(max_failures=2)
     ),
   )
-  # Also if worker 0, which writes there, has failed.
+  # Each worker has all of its attempts, and none for a failure of the other.
+  attempts = [
+    [line.split() for line in (tmp_path / str(k)).read_text().splitlines()]
+    for k in range(2)
+  ]
+  killed, others = (zip(*lines, strict=True) for lines in attempts)
+  processes, found = killed
+  assert found == faults[0] and len(set(processes)) == 3
+  processes, found = others
+  assert found == (*faults[1], "none")
+  # An exception of Python does not end the process.
+  assert processes[0] == processes[1] != processes[2]
+  assert [*result.worker_failures] == [0]
+  assert "actor died" in str(result.worker_failures[0])
+  rows = tiny.rows(tmp_path / "run/workers/1")
+  assert [row["step"] for row in rows] == [*range(1, 9)]
+  # In the folder of worker 0.
   assert tiny.rows(result.workdir)[-1]["step"] == 8
   assert pathlib.Path(result.workdir, "checkpoints", "8").is_dir()
   assert result.metrics["step"] == 8
   assert np.isfinite([*result.metrics.values()]).all()
-  return result, [
-    [line.split() for line in (tmp_path / str(k)).read_text().splitlines()]
-    for k in range(2)
-  ]
-
-
-@pytest.mark.slow
-def test_ray_restarts_a_worker_of_agn_alone(cluster, tmp_path):
-  result, (attempts_of_0, attempts_of_1) = _fit_workers(
-    tmp_path, 1, ("killed", "disk", "device"), max_failures=3
-  )
-  assert not result.worker_failures
-  steps = [row["step"] for row in tiny.rows(result.workdir)]
-  assert steps == [*range(1, 9)]
-  assert len(attempts_of_0) == 1
-  processes, faults = zip(*attempts_of_1, strict=True)
-  assert faults == ("killed", "disk", "device", "none")
-  # An exception of Python does not end the process.
-  assert processes[1] == processes[2]
-  assert len(set(processes)) == 3
-
-
-@pytest.mark.slow
-def test_others_end_the_run_if_a_worker_fails_for_good(cluster, tmp_path):
-  result, attempts = _fit_workers(tmp_path, 0, ("killed",), max_failures=0)
-  assert len(attempts[0]) == 1
-  assert [*result.worker_failures] == [0]
-  assert "actor died" in str(result.worker_failures[0])
 
 
 @pytest.mark.slow

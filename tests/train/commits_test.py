@@ -15,6 +15,9 @@ from flaxshard import train
 from flaxshard.center import heads
 from flaxshard.center.store import Objects
 
+# Worker 1 of two, of which the other one is gone.
+LATE = {"worker_id": 1, "num_workers": 2, "deadline": 1.0}
+
 
 def create_config(*, deadline=60.0, commit="mean", **fields):
   agn = {
@@ -115,11 +118,17 @@ def worker_phase(workdir):
 
 @pytest.mark.slow
 def test_who_starts_after_the_end_takes_the_final_center(tmp_path, caplog):
-  first = run(tmp_path, num_workers=2, deadline=1.0)
+  first = run(tmp_path, **{**LATE, "worker_id": 0}, checkpoint_every_steps=4)
   assert "worker 1 of 2 has not come" in caplog.text
   before = head(tmp_path)
   assert before.finished and before.versions[0]
-  second = run(tmp_path, 1, num_workers=2, deadline=1.0)
+  with pytest.raises(ValueError) as error:
+    run(tmp_path, **LATE, learning_rate=0.5)
+  assert "config.learning_rate is 0.5 here, and 0.01 in" in str(error.value)
+  assert "\n" not in str(error.value)
+  assert not (tmp_path / "workers/1/config.json").exists()
+  # Only fields that matter must be equal.
+  second = run(tmp_path, **LATE, log_every_steps=3, max_to_keep=1)
   assert head(tmp_path) == before
   assert "worker 1 finds that the run has ended" in caplog.text
   loaded = [fs.load(tmp_path), fs.load(tmp_path / "workers" / "1")]
@@ -130,14 +139,26 @@ def test_who_starts_after_the_end_takes_the_final_center(tmp_path, caplog):
   rows = [tiny.rows(x.workdir)[-1] for x in loaded]
   assert rows[0]["eval_loss"] == pytest.approx(rows[1]["eval_loss"])
   # Nor does it train again.
-  caplog.clear()
-  run(tmp_path, 1, num_workers=2, deadline=1.0)
+  run(tmp_path, **LATE)
   assert "nothing to train: step 8" in caplog.text
+  # A final center that no step has.
+  assert "older" not in caplog.text
+  final = loaded[0]
+  for name in ("8", "4", "."):
+    shutil.rmtree(tmp_path / "checkpoints" / name)
+    loaded = fs.load(tmp_path)
+    assert loaded.step == before.step
+    assert_equal([loaded.params, final.params])
+    assert_equal([loaded.state.opt_state, final.state.opt_state])
+    assert "older than the final center" in caplog.text
+  (tmp_path / "center" / "head").unlink()
+  with pytest.raises(ValueError, match="no steps"):
+    fs.load(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
-  state = run(tmp_path, 1, num_workers=2, deadline=1.0)
+  state = run(tmp_path, **LATE)
   # Warnings are printed by all workers.
   printed = [r.message for r in caplog.records if r.levelname == "WARNING"]
   assert printed[-3:-1] == [
@@ -149,24 +170,6 @@ def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
   [row] = tiny.rows(tmp_path)
   assert row == tiny.rows(tmp_path / "workers" / "1")[-1]
   assert row["step"] == 8 and row["eval_accuracy"] > 0
-
-
-@pytest.mark.slow
-def test_load_finds_the_final_center_that_no_step_has(tmp_path, caplog):
-  run(tmp_path, checkpoint_every_steps=4)
-  final = fs.load(tmp_path)
-  assert final.step == 8 and "older" not in caplog.text
-  shutil.rmtree(tmp_path / "checkpoints" / "8")
-  for name in ("4", "."):
-    loaded = fs.load(tmp_path)
-    assert loaded.step == 6  # of the last commit
-    assert_equal([loaded.params, final.params])
-    assert_equal([loaded.state.opt_state, final.state.opt_state])
-    assert "older than the final center" in caplog.text
-    shutil.rmtree(tmp_path / "checkpoints" / name)
-  (tmp_path / "center" / "head").unlink()
-  with pytest.raises(ValueError, match="no steps"):
-    fs.load(tmp_path)
 
 
 @pytest.mark.slow
@@ -187,18 +190,6 @@ def test_a_stopped_run_goes_on_with_another_number_of_workers(tmp_path, caplog):
   assert found.finished and found.versions == [2]
   assert sorted(found.heads[0].taken.values()) == [3, 6]
   assert fs.load(tmp_path).step == 8
-
-
-@pytest.mark.slow
-def test_only_fields_that_matter_must_be_equal(tmp_path, caplog):
-  run(tmp_path)
-  with pytest.raises(ValueError) as error:
-    run(tmp_path, 1, num_workers=2, learning_rate=0.5)
-  assert "config.learning_rate is 0.5 here, and 0.01 in" in str(error.value)
-  assert "\n" not in str(error.value)
-  assert not (tmp_path / "workers/1/config.json").exists()
-  run(tmp_path, 1, num_workers=2, log_every_steps=3, max_to_keep=1)
-  assert "finds that the run has ended" in caplog.text
 
 
 def test_early_stopping_ends_the_run(tmp_path):
