@@ -238,7 +238,8 @@ class _Worker:
         # Ray starts another process: the devices may be unusable in this one.
         _log.exception("worker %d: an error of JAX", self.worker_id)
         raise SystemExit(1) from e
-    return _read_metrics(ranks.folder_of_worker(self.workdir, self.worker_id))
+    folder = ranks.folder_of_worker(self.workdir, self.worker_id)
+    return metrics_lib.read_last_values(folder)
 
 
 def _train(arguments: dict[str, Any]) -> dict[str, Any] | None:
@@ -274,14 +275,10 @@ def _train(arguments: dict[str, Any]) -> dict[str, Any] | None:
       ) from e
   if jax.process_index():
     return None
-  return _read_metrics(workdir)
+  return metrics_lib.read_last_values(workdir)
 
 
 def _print_log() -> contextlib.AbstractContextManager[None]:
   # Ray shows all of its workers' log lines; Orbax and JAX log many at INFO.
   absl_logging.set_verbosity(absl_logging.WARNING)
   return console.print_log()
-
-
-def _read_metrics(workdir: str) -> dict[str, Any]:
-  return metrics_lib.read_last_values(workdir)

@@ -64,13 +64,13 @@ def _digits(fault, process=1) -> data.Splits:
 
 
 class Attempt:
-  """A hook that notes an attempt of a worker, and sets the fault of its data.
+  """A hook that gives each attempt of a worker the fault of its data.
 
-  A worker that has no fault waits at step 5 for all attempts of the others.
+  A worker without a fault waits at step 5 until the others have had all theirs.
 
   Args:
-    log: A folder with a file for each worker, and in it a line for each attempt
-      with the id of the process and the fault.
+    log: A folder with a file for each worker. It gets a line with the id of the
+      process and the fault, when that happens; without one, at the start.
     faults: Of each worker, those of its first attempts, in their order:
       "killed" (by SIGKILL), "device" (an error of JAX) or "disk" (an exception
       of Python).
@@ -89,21 +89,25 @@ class Attempt:
   ):
     self._files = [pathlib.Path(log, str(k)) for k in range(len(faults))]
     self._attempts = attempts
-    attempt = self._count(worker_id)
+    Attempt.file = self._files[worker_id]
     own = [*faults[worker_id], *["none"] * attempts]
-    Attempt.fault = own[attempt]
-    with self._files[worker_id].open("a") as f:
-      print(os.getpid(), Attempt.fault, file=f)
+    Attempt.fault = own[self._count(Attempt.file)]
+    if Attempt.fault == "none":
+      self.note("none")
 
   def __call__(self, step, state, metrics):
     if step == 5:
       deadline = time.monotonic() + 120
-      while min(map(self._count, range(len(self._files)))) < self._attempts:
+      while min(map(self._count, self._files)) < self._attempts:
         assert time.monotonic() < deadline, "a worker has not come back"
         time.sleep(0.1)
 
-  def _count(self, worker_id):
-    path = self._files[worker_id]
+  @classmethod
+  def note(cls, fault):
+    with cls.file.open("a") as f:
+      print(os.getpid(), fault, file=f)
+
+  def _count(self, path):
     return path.read_text().count("\n") if path.exists() else 0
 
 
@@ -111,11 +115,15 @@ def of_attempt() -> data.Splits:
   """Has the fault of the last `Attempt` in the first evaluation."""
 
   def fail():
-    if Attempt.fault == "killed":
+    # Several threads read.
+    fault, Attempt.fault = Attempt.fault, "none"
+    if fault == "none":
+      return
+    Attempt.note(fault)
+    if fault == "killed":
       os.kill(os.getpid(), signal.SIGKILL)
-    if Attempt.fault == "device":
+    if fault == "device":
       raise jax.errors.JaxRuntimeError("INTERNAL: the device is broken")
-    if Attempt.fault == "disk":
-      raise OSError("the disk is broken")
+    raise OSError("the disk is broken")
 
   return _digits(fail, process=0)

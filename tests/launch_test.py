@@ -324,6 +324,20 @@ def test_cloud_tpu_requests_waits_copies_and_trains(gcloud, tmp_path):
   words = shlex.split(last_line)
   assert words[2:] == ["-m", "flaxshard", *_TRAINING]
 
+  # --dry_run prints the same commands. Bash reads its own quotes: $'...' is not
+  # POSIX.
+  result, calls_after = gcloud(
+    *_REQUEST, "--spot", "--dry_run", "--", *_TRAINING
+  )
+  assert calls_after == calls
+  printed = subprocess.check_output(
+    ["bash", "-c", f"gcloud() {{ printf '%s\\0' \"$@\" ; }}\n{result.stdout}"],
+    text=True,
+  )
+  without_polls = [*calls[1:3], *calls[4:]]
+  words = [word for call in without_polls for word in call]
+  assert printed.split("\0")[:-1] == words
+
 
 def test_cloud_tpu_names_the_nodes_of_slices_and_ends_at_a_failure(gcloud):
   more = ["--slices=2", "--project=mine", "--", *_TRAINING]
@@ -333,21 +347,6 @@ def test_cloud_tpu_names_the_nodes_of_slices_and_ends_at_a_failure(gcloud):
   assert result.returncode == 2
   assert "digits is FAILED" in result.stderr
   assert calls[-1][3] == "describe"
-
-
-def test_cloud_tpu_dry_run_prints_the_commands(gcloud):
-  _, calls = gcloud(*_REQUEST, "--", *_TRAINING)
-  result, calls_after = gcloud(*_REQUEST, "--dry_run", "--", *_TRAINING)
-  assert result.returncode == 0, result.stderr
-  assert calls_after == calls
-  # Bash reads its own quotes: $'...' is not POSIX.
-  printed = subprocess.check_output(
-    ["bash", "-c", f"gcloud() {{ printf '%s\\0' \"$@\" ; }}\n{result.stdout}"],
-    text=True,
-  )
-  without_polls = [*calls[1:3], *calls[4:]]
-  words = [word for call in without_polls for word in call]
-  assert printed.split("\0")[:-1] == words
 
 
 @pytest.mark.parametrize(

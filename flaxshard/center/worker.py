@@ -400,8 +400,7 @@ class Worker:
       local_step: The step from which local steps go on, from the center; None:
         they stay as they are.
     """
-    found = heads.read(self._objects)
-    state = train_states.with_center(self._objects, found, state)
+    state = train_states.with_newest_center(self._objects, state)
     if local_step is None:
       return state
     missed = local_step - int(train_states.find(state)[1].local_step)
