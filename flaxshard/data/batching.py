@@ -64,7 +64,7 @@ def train_iterator(
   rows = _check_rows(rows, batch_size)
   checks.integer("seed", seed, minimum=0)
   sources.check_batch_size("batch_size", batch_size, splits)
-  make_batch = functools.partial(_make_batch, collate)
+  make_batch = functools.partial(examples_lib.make_batch, collate=collate)
   if sources.is_stream(splits.train):
     return StreamIterator(
       splits, batch_size=batch_size, rows=rows, seed=seed, make_batch=make_batch
@@ -131,7 +131,9 @@ def eval_batches(
   def read(number: int) -> Example:
     positions = number * batch_size + np.asarray(rows)
     # After the last example, Grain begins again with the first one.
-    batch = _make_batch(collate, [examples[i] for i in positions.tolist()])
+    batch = examples_lib.make_batch(
+      [examples[i] for i in positions.tolist()], collate
+    )
     return {**batch, "mask": positions < num_examples}
 
   # All processes evaluate in lockstep: they need equally many batches.
@@ -187,7 +189,11 @@ class StreamIterator:
     for row in range(self._batch_size):
       example = self._read()
       if row in self._rows:
-        examples.append(self._augment(example))
+        if (augment := self._splits.augment) is not None:
+          # By the number of the example: the same in every process.
+          rng = np.random.default_rng((self._seed, self._total))
+          example = augment(example, rng)
+        examples.append(example)
       self._total += 1
     return self._make_batch(examples)
 
@@ -231,13 +237,6 @@ class StreamIterator:
       self._source, self._in_epoch = iter(self._splits.train), 0
     raise ValueError("config.data: the stream has no training examples.")
 
-  def _augment(self, example: Any) -> Any:
-    if self._splits.augment is None:
-      return example
-    # By the number of the example: the same in every process.
-    rng = np.random.default_rng((self._seed, self._total))
-    return self._splits.augment(example, rng)
-
 
 def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
   checks.integer("batch_size", batch_size, minimum=1)
@@ -248,13 +247,6 @@ def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
       f"order, got {rows!r}."
     )
   return rows
-
-
-def _make_batch(
-  collate: examples_lib.Collate | None, examples: Sequence[Any]
-) -> Example:
-  batch = (collate or examples_lib.stack)(examples)
-  return examples_lib.check_batch("config.data: a batch", batch, len(examples))
 
 
 def _read_batches(

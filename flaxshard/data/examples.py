@@ -1,4 +1,4 @@
-"""Makes batches of examples, and checks the examples of a data set."""
+"""Makes batches of examples, and checks the first examples of a data set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.data import host_batch
+from flaxshard.data import sharding
 from flaxshard.data import sources
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import Shapes
@@ -50,37 +50,39 @@ def stack(examples: Sequence[Mapping[str, Any]]) -> Example:
   return {key: np.stack([x[key] for x in examples]) for key in first}
 
 
-def check_batch(where: str, batch: Any, rows: int) -> Example:
-  """Returns a batch as NumPy arrays, or raises if it cannot be one.
+def make_batch(examples: Sequence[Any], collate: Collate | None) -> Example:
+  """Returns a batch of examples as NumPy arrays.
 
   Args:
-    where: Name of the data, for error messages.
-    batch: What `collate` has returned.
-    rows: Number of examples.
+    examples: The examples.
+    collate: Makes a batch of them; None stacks their arrays.
 
   Raises:
-    ValueError: It is no dict of numeric arrays `[rows, ...]`, or has a mask.
+    ValueError: It is no dict of numeric arrays with a row for each example, or
+      has a mask.
   """
+  batch: Any = (collate or stack)(examples)
   if not isinstance(batch, Mapping) or not batch:
     raise ValueError(
-      f"{where} must be a dict of arrays, such as 'inputs' and 'labels', got "
-      f"{checks.describe(batch)}."
+      "config.data: a batch must be a dict of arrays, such as 'inputs' and "
+      f"'labels', got {checks.describe(batch)}."
     )
   if "mask" in batch:
     # `eval_batches` would overwrite it.
     raise ValueError(
-      f"{where} must not have the key 'mask', which marks padding in the last "
-      "batch; rename it."
+      "config.data: a batch must not have the key 'mask', which marks padding "
+      "in the last batch; rename it."
     )
   arrays = {key: np.asarray(value) for key, value in batch.items()}
   try:
-    flat = host_batch.flatten(arrays)
+    rows = sharding.flatten(arrays).rows
   except ValueError as e:
-    raise ValueError(f"{where}: {e}") from e
-  if flat.rows != rows:
+    raise ValueError(f"config.data: {e}") from e
+  if rows != len(examples):
     raise ValueError(
-      f"{where}: collate must return arrays with a row for each of the {rows} "
-      f"examples, got {checks.describe(next(iter(arrays.values())))}."
+      "config.data: collate must return arrays with a row for each of the "
+      f"{len(examples)} examples, got "
+      f"{checks.describe(next(iter(arrays.values())))}."
     )
   return arrays
 
@@ -110,9 +112,13 @@ def check(
     return _shapes_of(where, zeros, collate)
   if data.num_classes is not None:
     checks.integer(f"{where}: num_classes", data.num_classes, minimum=1)
-  train = _example_shapes(where, data, "train", collate)
+  example = _first(f"{where}: train", data.train, may_be_stream=True)
+  if data.augment is not None:
+    example = data.augment(example, np.random.default_rng(0))
+  train = _shapes_of(f"{where}: train[0]", example, collate)
   if data.eval is not None:
-    evaluation = _example_shapes(where, data, "eval", collate)
+    example = _first(f"{where}: eval", data.eval, may_be_stream=False)
+    evaluation = _shapes_of(f"{where}: eval[0]", example, collate)
     if difference := trees.first_difference(evaluation, train):
       raise ValueError(
         f"{where}: examples of eval must have the keys, shapes and dtypes of "
@@ -121,42 +127,32 @@ def check(
   return train
 
 
-def _example_shapes(
-  where: str, splits: Splits, split: str, collate: Collate | None
-) -> ExampleShapes:
-  """Returns the shapes of the first example of a split after `collate`."""
-  source = getattr(splits, split)
-  if sources.is_stream(source):
-    _check_stream(f"{where}: {split}", source, split == "train")
-    first = list(itertools.islice(source, 1))
-  else:
-    first = [source[0]] if len(source) else []
-  if not first:
-    raise ValueError(f"{where} has no {split} examples.")
-  (example,) = first
-  if split == "train" and splits.augment is not None:
-    example = splits.augment(example, np.random.default_rng(0))
-  return _shapes_of(f"{where}: {split}[0]", example, collate)
-
-
-def _check_stream(where: str, source: Any, allowed: bool) -> None:
+def _first(where: str, source: Any, *, may_be_stream: bool) -> Any:
+  """Returns the first example of a split."""
   got = f"got {checks.describe(source)}"
-  if not allowed or not isinstance(source, Iterable):
-    stream = " or an iterable" if allowed else " or None"
-    raise TypeError(f"{where} must be a sequence of examples{stream}, {got}.")
-  if iter(source) is source:
+  if not sources.is_stream(source):
+    found = [source[0]] if len(source) else []
+  elif not may_be_stream or not isinstance(source, Iterable):
+    allowed = " or an iterable" if may_be_stream else " or None"
+    raise TypeError(f"{where} must be a sequence of examples{allowed}, {got}.")
+  elif iter(source) is source:
     raise TypeError(
       f"{where} can be iterated over only once, {got}. Pass an object whose "
       "`__iter__` starts again, such as a Grain dataset: a resumed run reads "
       "it from its start."
     )
+  else:
+    found = list(itertools.islice(source, 1))
+  if not found:
+    raise ValueError(f"{where} has no examples.")
+  return found[0]
 
 
 def _shapes_of(
   where: str, example: Any, collate: Collate | None
 ) -> ExampleShapes:
   try:
-    batch = (collate or stack)([example])
+    batch = make_batch([example], collate)
   except (ValueError, TypeError, LookupError, AttributeError) as e:
     # An error of `collate` does not say which example it was given.
     kind = TypeError if isinstance(e, TypeError) else ValueError
@@ -164,6 +160,5 @@ def _shapes_of(
       f"{where}: no batch can be made of {checks.describe(example)}: {e}"
     ) from e
   return {
-    key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    for key, x in check_batch(where, batch, 1).items()
+    key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for key, x in batch.items()
   }

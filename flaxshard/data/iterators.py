@@ -16,8 +16,8 @@ import weakref
 import jax
 import numpy as np
 
-from flaxshard.data import host_batch
 from flaxshard.data import padding
+from flaxshard.data import sharding
 
 PyTree = Any
 
@@ -208,7 +208,7 @@ def _join(batches: list[PyTree]) -> PyTree:
   if len(batches) == 1:
     return batches[0]
   for batch in batches:
-    host_batch.flatten(batch)  # checks that its leaves have the same rows
+    sharding.flatten(batch)  # checks that its leaves have the same rows
   return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
 
 

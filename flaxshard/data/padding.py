@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.data import host_batch
 from flaxshard.data import sharding
 from flaxshard.partitioning import specs as specs_lib
 
@@ -24,7 +23,8 @@ _BATCH = "batch"
 _VARYING = "any"
 
 
-class _Leaf(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
   """Shape and dtype of a leaf; padded dimensions have a name as their size."""
 
   shape: tuple[int | str, ...]
@@ -81,18 +81,17 @@ class Padder:
       raise ValueError(
         f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
       )
-    # The dimensions that vary, by path.
-    self._varying = {}
-    if self.bucket is not None:
-      dims = (1,) if self.bucket_dims is None else self.bucket_dims
-      self._varying = sharding.by_path(dims)
-    for path, dims in self._varying.items():
-      for dim in dims:  # dimension 0 is the batch
-        where = f"bucket_dims={dims!r} for {path}: a dimension"
-        checks.integer(where, dim, minimum=1)
-    # Those of the first batch: shapes by path, shardings by path, the rows of a
-    # full batch of this process, and by dimension that is padded the number
-    # that its size is a multiple of.
+    if self.bucket is not None and self.bucket_dims is None:
+      self.bucket_dims = (1,)
+    if self.bucket_dims is not None:
+      for path, dims in _flatten(self.bucket_dims).items():
+        for dim in dims:  # dimension 0 is the batch
+          where = f"bucket_dims={dims!r} for {path}: a dimension"
+          checks.integer(where, dim, minimum=1)
+    # Those of the first batch: the dimensions that vary, shapes and shardings,
+    # all by path; the rows of a full batch of this process; and by dimension
+    # that is padded the number that its size is a multiple of.
+    self._varying: dict[str, tuple[int, ...]] = {}
     self._leaves: dict[str, _Leaf] = {}
     self._shardings: dict[str, jax.sharding.NamedSharding] = {}
     self._rows = 0
@@ -112,7 +111,7 @@ class Padder:
         cannot have one.
       TypeError: A leaf is not numeric.
     """
-    flat = host_batch.flatten(batch)
+    flat = sharding.flatten(batch)
     if not self._leaves:
       self._start(flat, isinstance(batch, Mapping))
     sizes = self._check(flat)
@@ -130,7 +129,7 @@ class Padder:
         padded[dim] if isinstance(size, str) else size
         for dim, size in enumerate(self._leaves[path].shape)
       )
-      arrays[path] = host_batch.pad(path, x, shape)
+      arrays[path] = sharding.pad(path, x, shape)
     key = self.mask
     # Also without padding: another structure would compile the step again.
     if key is not None:
@@ -139,13 +138,13 @@ class Padder:
       if key in arrays:
         mask = _combine_masks(key, np.asarray(arrays[key]), mask)
       arrays[key] = mask
-    out = sharding.put(self.mesh, arrays, self._shardings)
+    out = self._put(arrays)
     batch = jax.tree.unflatten(flat.tree, [out[p] for p in self._leaves])
     if key is None or key in self._leaves:
       return batch
     return {**batch, key: out[key]}
 
-  def _start(self, first: host_batch.HostBatch, is_dict: bool) -> None:
+  def _start(self, first: sharding.HostBatch, is_dict: bool) -> None:
     """Takes what all batches share from the first one.
 
     Raises:
@@ -158,18 +157,19 @@ class Padder:
           f"{first.tree}."
         )
       self.mask = None
-    sharding.check_paths("bucket_dims", self._varying, first.arrays)
+    if self.bucket is not None:
+      self._varying = _by_leaf(
+        "bucket_dims", self.bucket_dims, first.arrays, default=()
+      )
     rows = first.rows
     if self.batch_size is not None:
       rows = int(self.batch_size) // self._count
     leaves = self._describe(first)
-    table = sharding.by_path(self.spec)
-    sharding.check_paths("spec", table, leaves)
-    specs: dict[str, P] = {}
+    specs = _by_leaf("spec", self.spec, leaves, default=sharding.OVER_REPLICAS)
     multiples: dict[int, int] = {}
     mask_spec, most = P(), 0
-    for path, (shape, _) in leaves.items():
-      spec = sharding.lookup(table, path, sharding.OVER_REPLICAS)
+    for path, leaf in leaves.items():
+      spec, shape = specs[path], leaf.shape
       where = f"spec for batch[{path}]"
       # What is padded later will be divisible. Without a mask there is no
       # padding, and `spec` must divide the rows.
@@ -187,7 +187,6 @@ class Padder:
         if isinstance(size, str):
           # One padded size for all leaves: every sharding has to divide it.
           multiples[dim] = math.lcm(multiples.get(dim, 1), parts[dim])
-      specs[path] = spec
       if parts[0] > most:
         mask_spec, most = P(*spec[:1]), parts[0]
     if self.mask is not None:
@@ -202,29 +201,26 @@ class Padder:
     }
     self._rows, self._multiples, self._leaves = rows, multiples, leaves
 
-  def _describe(self, batch: host_batch.HostBatch) -> dict[str, _Leaf]:
+  def _describe(self, batch: sharding.HostBatch) -> dict[str, _Leaf]:
     """Returns what all batches must share, by path."""
     leaves = {}
     for path, x in batch.arrays.items():
       # A tuple for all leaves also names dimensions that some do not have.
-      dims = sharding.lookup(self._varying, path, ())
+      dims = self._varying.get(path, ())
       sizes = [_VARYING if i in dims else n for i, n in enumerate(x.shape)]
-      leaves[path] = _Leaf((_BATCH, *sizes[1:]), host_batch.dtype_of(x))
+      leaves[path] = _Leaf((_BATCH, *sizes[1:]), sharding.dtype_of(x))
     return leaves
 
-  def _check(self, batch: host_batch.HostBatch) -> dict[int, int]:
+  def _check(self, batch: sharding.HostBatch) -> dict[int, int]:
     """Returns the sizes of the rows and of the dimensions that vary.
 
     Raises:
       ValueError: The batch differs from the first one, is empty, or two leaves
         have different sizes in a dimension that varies.
     """
-    given = self._describe(batch)
-    if given != self._leaves:
-      difference = trees.difference_by_path(
-        {(path,): leaf for path, leaf in given.items()},
-        {(path,): leaf for path, leaf in self._leaves.items()},
-      )
+    if difference := trees.first_difference(
+      self._describe(batch), self._leaves
+    ):
       raise ValueError(
         f"a batch differs from the first one in {difference}. Dimensions vary "
         "with bucket='power_of_two' and bucket_dims."
@@ -268,6 +264,68 @@ class Padder:
         "short last one."
       )
     return padded
+
+  def _put(self, arrays: Mapping[str, sharding.Array]) -> dict[str, Any]:
+    """Assembles global arrays from the rows of each pipeline."""
+    # JAX would infer the shapes from the sharding, and multiply every dimension
+    # that is split over processes. Only the batch is: a process has full rows.
+    shapes = {
+      path: (x.shape[0] * self._count, *x.shape[1:])
+      for path, x in arrays.items()
+    }
+    shardings = self._shardings
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
+      return {
+        p: jax.ShapeDtypeStruct(shapes[p], x.dtype, sharding=shardings[p])
+        for p, x in arrays.items()
+      }
+    # Lists: the order of a dict would be lost.
+    out = jax.make_array_from_process_local_data(
+      [shardings[path] for path in arrays],
+      list(arrays.values()),
+      list(shapes.values()),
+    )
+    return dict(zip(arrays, out, strict=True))
+
+
+def _flatten(values: Any) -> dict[str, Any]:
+  """Flattens nested dicts into one by path; the root is `<root>`."""
+  flat = jax.tree_util.tree_leaves_with_path(
+    values, is_leaf=lambda x: not isinstance(x, Mapping)
+  )
+  return {trees.path_string(path): value for path, value in flat}
+
+
+def _by_leaf(
+  argument: str, values: Any, paths: Iterable[str], *, default: Any
+) -> dict[str, Any]:
+  """Returns the value of each leaf of a batch.
+
+  Args:
+    argument: Name of the argument, for the error message.
+    values: A value for all leaves, or nested dicts by path. The value of a path
+      is that of all leaves below it for which no longer path has one.
+    paths: The paths of the leaves.
+    default: The value of the others.
+
+  Raises:
+    ValueError: A path is that of no leaf.
+
+  Example:
+    >>> _by_leaf("spec", {"a": {"b": 1}}, ["a/b/c", "d"], default=0)
+    {'a/b/c': 1, 'd': 0}
+  """
+  found = dict.fromkeys(paths, default)
+  for key, value in sorted(_flatten(values).items(), key=lambda x: len(x[0])):
+    # The root, the path of a value that is in no dict, is above every leaf.
+    root = trees.path_string(())
+    below = [p for p in found if key in (root, p) or p.startswith(f"{key}/")]
+    if not below:
+      raise ValueError(
+        f"{argument} names {key!r}; the batch has {', '.join(found)}."
+      )
+    found |= dict.fromkeys(below, value)
+  return found
 
 
 def _round_to_bucket(size: int, multiple: int) -> int:

@@ -1,26 +1,41 @@
-"""Shardings of batches: which process and which devices get which rows."""
+"""Batches on the host: which process has which rows, and which arrays fit.
+
+A batch is a pytree of arrays `[batch, ...]`, which are checked leaf by leaf.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.data import host_batch
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
+# An abstract batch has only shapes and dtypes.
+Array = np.ndarray | jax.Array | jax.ShapeDtypeStruct
 
 OVER_REPLICAS = P(mesh_lib.REPLICA)
 
 
-# Cached: every batch needs it, and a mesh may have thousands of devices.
+def _replicas_by_process(mesh: jax.sharding.Mesh) -> dict[int, tuple[int, ...]]:
+  """Returns the replicas of which each process has devices."""
+  axis = mesh.axis_names.index(mesh_lib.REPLICA)
+  replicas: dict[int, set[int]] = {}
+  for index, device in np.ndenumerate(mesh.devices):
+    replicas.setdefault(device.process_index, set()).add(index[axis])
+  return {p: tuple(sorted(r)) for p, r in sorted(replicas.items())}
+
+
+# Cached: a mesh may have thousands of devices.
 @functools.cache
 def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
   """Returns the replicas that each input pipeline feeds.
@@ -45,17 +60,12 @@ def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
   if compile_only.is_compile_only(mesh):
     # This process, which has none of the devices, stands for all of theirs.
     return (tuple(range(mesh.shape[mesh_lib.REPLICA])),)
-  axis = mesh.axis_names.index(mesh_lib.REPLICA)
-  # A replica whose devices belong to several processes is in several sets.
-  replicas_of: dict[int, set[int]] = {}
-  for index, device in np.ndenumerate(mesh.devices):
-    replicas_of.setdefault(device.process_index, set()).add(index[axis])
-  groups = sorted({tuple(sorted(group)) for group in replicas_of.values()})
+  by_process = _replicas_by_process(mesh)
+  groups = sorted(set(by_process.values()))
   same_size = len({len(group) for group in groups}) == 1
   # Distinct groups that together have as many replicas as the mesh: disjoint.
   disjoint = sum(map(len, groups)) == mesh.shape[mesh_lib.REPLICA]
   if not same_size or not disjoint:
-    by_process = {p: sorted(r) for p, r in sorted(replicas_of.items())}
     raise ValueError(
       "mesh: processes must have equally many replicas, and two processes the "
       f"same replicas or none in common, got {by_process}."
@@ -71,14 +81,11 @@ def pipeline_id(mesh: jax.sharding.Mesh) -> int:
   """
   if compile_only.is_compile_only(mesh):
     return 0
-  axis = mesh.axis_names.index(mesh_lib.REPLICA)
-  for index, device in np.ndenumerate(mesh.devices):
-    if device.process_index == jax.process_index():
-      groups = pipelines(mesh)
-      return next(i for i, group in enumerate(groups) if index[axis] in group)
-  raise ValueError(
-    f"mesh has no device of this process, {jax.process_index()}."
-  )
+  process = jax.process_index()
+  replicas = _replicas_by_process(mesh).get(process)
+  if replicas is None:
+    raise ValueError(f"mesh has no device of this process, {process}.")
+  return pipelines(mesh).index(replicas)
 
 
 def pipeline_rows(mesh: jax.sharding.Mesh, batch_size: int) -> Sequence[int]:
@@ -103,65 +110,126 @@ def pipeline_rows(mesh: jax.sharding.Mesh, batch_size: int) -> Sequence[int]:
   return [r * size + row for r in replicas for row in range(size)]
 
 
-def put(
-  mesh: jax.sharding.Mesh,
-  arrays: Mapping[str, host_batch.Array],
-  shardings: Mapping[str, jax.sharding.NamedSharding],
-) -> dict[str, Any]:
-  """Assembles global arrays from the rows of each pipeline."""
-  # JAX would infer the shapes from the sharding, and multiply every dimension
-  # that is split over processes. Only the batch is: a process has full rows.
-  count = len(pipelines(mesh))
-  shapes = {
-    path: (x.shape[0] * count, *x.shape[1:]) for path, x in arrays.items()
-  }
-  if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
-    return {
-      path: jax.ShapeDtypeStruct(
-        shapes[path], x.dtype, sharding=shardings[path]
-      )
-      for path, x in arrays.items()
-    }
-  # Lists: the order of a dict would be lost.
-  out = jax.make_array_from_process_local_data(
-    [shardings[path] for path in arrays],
-    list(arrays.values()),
-    list(shapes.values()),
-  )
-  return dict(zip(arrays, out, strict=True))
+class HostBatch(NamedTuple):
+  """A flattened batch. All arrays have the same number of rows.
+
+  Attributes:
+    tree: The tree structure of the batch.
+    arrays: The leaves, `[batch, ...]`, by path, such as `"image"`.
+    rows: The number of examples.
+  """
+
+  tree: Any
+  arrays: dict[str, Array]
+  rows: int
 
 
-def by_path(values: Any) -> dict[str, Any]:
-  """Flattens nested dicts into one dict by path.
+def flatten(batch: PyTree) -> HostBatch:
+  """Flattens a batch and checks its leaves.
+
+  Args:
+    batch: A pytree of arrays `[batch, ...]`, of NumPy or JAX, or of
+      `jax.ShapeDtypeStruct`s.
+
+  Returns:
+    The tree structure and the arrays, not copied.
+
+  Raises:
+    ValueError: There is no leaf. A leaf is a scalar, or has another number of
+      rows than the first leaf. Its integers do not fit the dtype that JAX gives
+      them. The message names the path.
+    TypeError: A leaf is not numeric.
 
   Example:
-    >>> by_path({"a": {"b": 1}}), by_path(2)
-    ({'a/b': 1}, {'<root>': 2})
+    >>> batch = flatten({"image": np.ones((2, 3)), "label": np.ones(2)})
+    >>> list(batch.arrays), batch.rows
+    (['image', 'label'], 2)
   """
-  flat = jax.tree_util.tree_leaves_with_path(
-    values, is_leaf=lambda x: not isinstance(x, Mapping)
-  )
-  return {trees.path_string(path): value for path, value in flat}
-
-
-def lookup(table: Mapping[str, Any], path: str, default: Any) -> Any:
-  """Returns the entry of a path or of its nearest ancestor in a table."""
-  # Of two entries that cover a path, the longer one is nearer to the leaf.
-  keys = [key for key in table if _covers(key, path)]
-  return table[max(keys, key=len)] if keys else default
-
-
-def check_paths(
-  argument: str, table: Mapping[str, Any], paths: Iterable[str]
-) -> None:
-  """Raises a ValueError if an entry of a table matches no path."""
-  for key in table:
-    if not any(_covers(key, path) for path in paths):
+  leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+  if not leaves:
+    raise ValueError(f"a batch must have arrays, got {batch!r}.")
+  arrays: dict[str, Array] = {}
+  for key_path, leaf in leaves:
+    path = trees.path_string(key_path)
+    arrays[path] = _check_leaf(f"batch[{path}]", leaf)
+  (first, array), *others = arrays.items()
+  for path, other in others:
+    if other.shape[0] != array.shape[0]:
       raise ValueError(
-        f"{argument} names {key!r}; the batch has {', '.join(paths)}."
+        f"batch[{path}] has {other.shape[0]} examples, batch[{first}] has "
+        f"{array.shape[0]}; the leading dimension is the batch."
       )
+  return HostBatch(tree, arrays, array.shape[0])
 
 
-def _covers(key: str, path: str) -> bool:
-  # The root, the path of an entry that is not in a dict, covers every leaf.
-  return key in (trees.path_string(()), path) or path.startswith(f"{key}/")
+def _check_leaf(where: str, x: Any) -> Array:
+  """Returns a leaf as an array, or raises if JAX would change its values."""
+  if isinstance(x, np.ma.MaskedArray):
+    raise TypeError(f"{where} is a masked array, whose mask would be lost.")
+  if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+    x = np.asarray(x)
+  # jnp knows bfloat16 and float8 as numbers, NumPy does not.
+  if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+    # An array of objects, as of rows of different lengths, has a wrong shape.
+    raise checks.ArgumentTypeError(
+      f"{where} must be numbers or booleans, got {x.dtype}, shape {x.shape}."
+    )
+  if not x.ndim:
+    raise ValueError(
+      f"{where} is a scalar: every leaf must be an array whose leading "
+      "dimension is the batch."
+    )
+  trees.check_integers(where, x)
+  return x
+
+
+def dtype_of(x: Array) -> np.dtype:
+  """Returns the dtype that an array gets on the device."""
+  return np.dtype(jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")))
+
+
+def pad(path: str, x: Array, shape: tuple[int, ...]) -> Array:
+  """Pads an array to a shape.
+
+  New rows repeat the given ones in turn. New positions within a row are zero.
+
+  Args:
+    path: The path of the leaf, for error messages.
+    x: The array, within `shape`.
+    shape: The shape of the result.
+
+  Returns:
+    An array of the dtype that it gets on the device. It shares no memory with
+    a NumPy array `x`.
+
+  Raises:
+    ValueError: A finite number overflows in that dtype.
+
+  Example:
+    >>> pad("x", np.array([1, 2]), (3,)).tolist()
+    [1, 2, 1]
+  """
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(shape, dtype_of(x))
+  # A device array stays there. In several processes it has to be copied to the
+  # host: JAX assembles global arrays from the host arrays of the processes.
+  is_whole = isinstance(x, jax.Array) and x.shape == shape
+  if is_whole and jax.process_count() == 1:
+    return trees.drop_weak_type(x)
+  # New memory: a source may reuse its array for the next batch, and a JAX array
+  # on the CPU may alias the memory of a NumPy array.
+  out = np.zeros(shape, dtype_of(x))
+  try:
+    # float64 to float32 overflows to infinity, silently by default.
+    with np.errstate(over="raise"):
+      out[tuple(map(slice, x.shape))] = x
+  except FloatingPointError as e:
+    raise ValueError(
+      f"batch[{path}] has finite numbers that overflow in {out.dtype}."
+    ) from e
+  if 0 < len(x) < len(out):
+    # Not zeros: a loss that is finite for every example is then finite for the
+    # padding too. log(0), or the gradient of a norm at 0, is not. All rows in
+    # turn: means that ignore the mask stay close to those of the batch.
+    out[len(x) :] = out[np.arange(len(out) - len(x)) % len(x)]
+  return out

@@ -24,8 +24,7 @@ from flaxshard.train import commits as commits_lib
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
-from flaxshard.train import divergence
-from flaxshard.train import early_stopping
+from flaxshard.train import endings
 from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import hooks as hooks_lib
 from flaxshard.train import preemption
@@ -167,7 +166,7 @@ def _run(
     state, first_step = resume.restore_or_create(
       setup, workdir, checkpointer, batches
     )
-    stopping = early_stopping.replay(config.early_stopping, workdir, first_step)
+    stopping = endings.replay(config.early_stopping, workdir, first_step)
     if stopping.stopped_step or first_step >= config.num_train_steps:
       _log.warning(
         "nothing to train: step %d of config.num_train_steps=%d is done in %s",
@@ -181,7 +180,12 @@ def _run(
       return state, None
 
     report.log_state(state, is_new=first_step == 0)
-    _compile(lowered)
+    # Now, so that the timer does not count it. JAX caches the executable: the
+    # first call of the step finds it.
+    start_time = time.monotonic()
+    lowered.compile()
+    seconds = time.monotonic() - start_time
+    _log.info("compiled the train step in %.1f s", seconds)
     try:
       state, step = commits.start(state, first_step)
     except InterruptedError:
@@ -195,7 +199,7 @@ def _run(
     profile_before_step = stack.enter_context(
       timer_lib.profile_steps(config.profile_steps, workdir)
     )
-    watch = divergence.Watch(config, state)
+    watch = endings.Watch(config)
     rng = setup.train_rng()
     progress = setup.init_progress(step)
     timer = timer_lib.Timer(step)
@@ -277,7 +281,7 @@ def _run(
       # Saved as it was evaluated; the others may go on from another center.
       commits.finish(state)
   stopping.log()
-  if ends or signum is None:
+  if ends:
     report.log_result(workdir)
     return state, None
   _log.warning(
@@ -296,14 +300,6 @@ def _is_overdue(deadline: float) -> bool:
     # Clocks differ, and all processes must save.
     passed = bool(multihost_utils.broadcast_one_to_all(np.array(passed)))
   return passed
-
-
-def _compile(lowered: jax.stages.Lowered) -> None:
-  """Compiles the train step, so that the timer does not count it."""
-  start = time.monotonic()
-  # JAX caches the executable: the first call of the step finds it.
-  lowered.compile()
-  _log.info("compiled the train step in %.1f s", time.monotonic() - start)
 
 
 def _train_row(

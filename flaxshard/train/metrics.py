@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import textwrap
-from typing import Any, TextIO
+from typing import Any
 
 from etils import epath
 
@@ -45,17 +45,10 @@ class MetricsFile:
 
   def __init__(self, workdir: str, last_step: int):
     kept = [row for row in read_rows(workdir) if row["step"] <= last_step]
-    text = "".join(json.dumps(row) + "\n" for row in kept)
     self._path = os.path.join(workdir, FILE)
+    self._text = "".join(json.dumps(row) + "\n" for row in kept)
     # A crash while the file is rewritten must not lose the earlier rows.
-    files.write_text(self._path, text)
-    # An object in a bucket cannot be appended to.
-    is_in_bucket = files.is_bucket(workdir)
-    self._file: TextIO = (
-      io.StringIO() if is_in_bucket else open(self._path, "a")
-    )
-    if is_in_bucket:
-      self._file.write(text)
+    files.write_text(self._path, self._text)
 
   def write(self, step: int, row: Row) -> None:
     """Appends a row: values by name."""
@@ -63,18 +56,22 @@ class MetricsFile:
       key: value if value is None or math.isfinite(value) else None
       for key, value in row.items()
     }
-    self._file.write(json.dumps({"step": step, **finite}) + "\n")
+    line = json.dumps({"step": step, **finite}) + "\n"
+    # An object in a bucket cannot be appended to.
+    if files.is_bucket(self._path):
+      self._text += line
+      return
+    with open(self._path, "a") as f:
+      f.write(line)
 
   def flush(self) -> None:
-    """Puts the rows on disk; a process that is killed loses others."""
-    if isinstance(self._file, io.StringIO):
-      files.write_text(self._path, self._file.getvalue())
-    self._file.flush()
+    """Writes the object in a bucket again; a killed process loses its rows."""
+    if files.is_bucket(self._path):
+      files.write_text(self._path, self._text)
 
   def close(self) -> None:
-    """Flushes and closes the file."""
+    """Flushes the file."""
     self.flush()
-    self._file.close()
 
 
 def read_rows(workdir: str) -> list[dict[str, Any]]:

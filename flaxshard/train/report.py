@@ -24,8 +24,7 @@ from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
 
-# Points of a line of the picture up to which each of them has a marker.
-_MAX_MARKED = 30
+# Of the picture.
 _MAX_PANELS = 16
 
 
@@ -184,11 +183,8 @@ def draw(config: Any, workdir: str) -> None:
   for (name, keys), ax in zip(panels.items(), axes, strict=False):
     for key in keys:
       points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
-      # A line through a single point would be invisible.
-      style = "o-" if len(points) <= _MAX_MARKED else "-"
-      color = "C1" if key.startswith("eval_") else None
-      steps, values = zip(*points, strict=True)
-      ax.plot(steps, values, style, color=color, ms=4, label=key)
+      # Markers: a line through a single point would be invisible.
+      ax.plot(*zip(*points, strict=True), "o-", ms=2, label=key)
     if name == "loss scale":
       ax.set_yscale("log", base=2)
     elif not keys[0].startswith(("train_", "eval_")):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import functools
 from typing import Any
 
 import jax
@@ -52,7 +53,7 @@ class Rollouts:
     self._task = task
     self._batch = batch
     self._batches: Iterator[Any] | None = None
-    self._state: TrainState | None = None
+    self._newest_state: Callable[[], TrainState] | None = None
     self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
     if worker_id:
       # Other batches than those of worker 0.
@@ -65,10 +66,9 @@ class Rollouts:
 
   def state(self) -> TrainState:
     """Returns the newest train state; see `flaxshard.tasks.Stream`."""
-    if self._state is None:
+    if self._newest_state is None:
       raise RuntimeError("stream.state() is there only while a batch is made.")
-    # Only if it is asked for: this may be a collective.
-    return replica_groups.of_first_replica(self._state)
+    return self._newest_state()
 
   def next_batch(self, state: TrainState) -> dict[str, jax.Array]:
     """Returns the next batch, on the devices.
@@ -80,14 +80,17 @@ class Rollouts:
       ValueError: The task made no batch, or one of other shapes than
         those of its examples.
     """
-    self._state = state
+    # Only if it is asked for, and once: this may be a collective.
+    self._newest_state = functools.cache(
+      lambda: replica_groups.of_first_replica(state)
+    )
     try:
       if self._batches is None:
         self._batches = iter(self._task.train_batches(self))
       arrays = self._put(next(self._batches, None))
     finally:
       # The train step donates the state.
-      self._state = None
+      self._newest_state = None
     self.step += 1
     return arrays
 

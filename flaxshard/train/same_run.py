@@ -29,7 +29,7 @@ from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core.version import VERSION
 from flaxshard.data import sources
-from flaxshard.train import early_stopping
+from flaxshard.train import endings
 from flaxshard.train import setup as setup_lib
 from flaxshard.train.config import definition
 
@@ -170,7 +170,7 @@ def check_earlier_run(
 
   def is_finished(values: Mapping[str, Any]) -> bool:
     rule = values.get("early_stopping", {"metric": "none"})
-    stopping = early_stopping.replay(rule, workdir, latest_step)
+    stopping = endings.replay(rule, workdir, latest_step)
     is_last = latest_step >= values.get("num_train_steps", math.inf)
     return is_last or stopping.stopped_step is not None
 

@@ -1,4 +1,7 @@
-"""Watches a run: stops one that diverges, and logs what its wrappers tell."""
+"""What ends a run before its last step, but for signals: its own numbers.
+
+A run that diverges raises. One whose evaluations no longer improve ends well.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import logging
 import math
 from typing import Any
 
+from flax.training import early_stopping as flax_early_stopping
 import jax
 import numpy as np
 
 from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
+from flaxshard.train import config as config_lib
+from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import steps
 from flaxshard.wrappers import stack
+from flaxshard.wrappers.loss_scale import DynamicLossScale
 from flaxshard.wrappers.loss_scale import LossScale
 
 _log = logging.getLogger(__name__)
@@ -36,7 +43,6 @@ class Watch:
 
   Args:
     config: A checked config.
-    state: The state that training starts from.
 
   Attributes:
     is_stalled: Whether the last step was skipped, with the loss scale at its
@@ -45,15 +51,10 @@ class Watch:
       saved.
   """
 
-  def __init__(self, config: Any, state: TrainState):
+  def __init__(self, config: Any):
     self.is_stalled = False
     self._config = config
     self._warned: set[str] = set()
-    found = [w for w in state.wrappers if isinstance(w, LossScale)]
-    self._rule: Any = next((w.rule for w in found if w.skips_steps), None)
-    # "auto" may have found nothing to scale.
-    scale = state.wrapper_states.get(LossScale.name)
-    self._skipped_steps = int(scale.skipped_steps) if scale else 0
 
   def check_steps(
     self, step: int, state: TrainState, progress: steps.Progress
@@ -77,18 +78,19 @@ class Watch:
         f"after step {step}{': ' if paths else '.'}{', '.join(paths)}",
       )
     self.is_stalled = False
+    rules = [w.rule for w in state.wrappers if isinstance(w, LossScale)]
     scale = state.wrapper_states.get(LossScale.name)
-    if not self._rule or not scale:
+    # "auto" may have found nothing to scale, and a fixed scale skips no step.
+    if not scale or not isinstance(rules[0], DynamicLossScale):
       return
-    before, self._skipped_steps = self._skipped_steps, int(scale.skipped_steps)
     # On the host: an operation on the devices would be one of all processes.
-    if float(scale.scale) > np.float32(self._rule.min_scale):
+    if float(scale.scale) > np.float32(rules[0].min_scale):
       return
     stalled = int(scale.bad_steps)
     self.is_stalled = stalled > 0
     floor = (
       f"LossScale: the scale is at its floor, {float(scale.scale):g}, and "
-      f"gradients are still not finite ({self._skipped_steps} steps skipped so "
+      f"gradients are still not finite ({scale.skipped_steps} steps skipped so "
       "far). A smaller scale is not allowed: look for the source with "
       "flaxshard.nonfinite_leaves(grads), or lower min_scale."
     )
@@ -99,7 +101,7 @@ class Watch:
         f"makes no progress. {floor} A lower config.learning_rate may help.",
       )
     # The skipped step that lowered the scale to its floor counts, too.
-    elif self._skipped_steps > before:
+    elif scale.skipped_steps:
       self._warn("floor", f"step {step}: {floor}")
 
   def check_evaluation(
@@ -176,3 +178,93 @@ class Watch:
     notes = " ".join(stack.pending(state.wrappers, state.wrapper_states))
     if notes:
       self._warn(when, f"step {step} {when} with updates pending. {notes}")
+
+
+class EarlyStopping:
+  """The evaluations of a run so far, and whether they end it.
+
+  An evaluation improves if its metric is better than the best one so far by
+  more than `min_delta`. Flax's rule tolerates `patience` evaluations in a row
+  that do not improve, and stops at the next one. A metric that is not finite
+  does not improve; before the first finite one nothing is counted.
+
+  Args:
+    config: `config.early_stopping`, also that of an earlier run; without a
+      metric nothing ends the run.
+
+  Attributes:
+    best_step: The step of the best evaluation, 0 before the first one.
+    stopped_step: The step that ends the run, or None.
+
+  Example:
+    >>> stopping = EarlyStopping({"metric": "eval_loss", "mode": "auto",
+    ...                           "patience": 1, "min_delta": 0.0})
+    >>> for step, loss in enumerate([0.5, 0.3, 0.4, 0.3]):
+    ...   stopping.update(step, {"eval_loss": loss})
+    >>> stopping.stopped_step, stopping.best_step
+    (3, 1)
+  """
+
+  def __init__(self, config: Mapping[str, Any]):
+    self.best_step = 0
+    self.stopped_step: int | None = None
+    self._config = config
+    mode = config_lib.resolve_mode(config["metric"], config["mode"])
+    # Flax's rule knows smaller metrics as better.
+    self._sign = -1 if mode == "max" else 1
+    self._rule = flax_early_stopping.EarlyStopping(
+      patience=config["patience"], min_delta=config["min_delta"]
+    )
+
+  def update(self, step: int, row: Mapping[str, float | None]) -> None:
+    """Adds the evaluation of a row, if it has one.
+
+    Args:
+      step: The step of the row.
+      row: Its metrics by name; None is one that is not finite.
+    """
+    if self._config["metric"] not in row:
+      return
+    value = row[self._config["metric"]]
+    if value is None or not math.isfinite(value):
+      value = math.inf * self._sign
+    self._rule = self._rule.update(value * self._sign)
+    if self._rule.has_improved:
+      self.best_step = step
+    if self._rule.should_stop and self.stopped_step is None:
+      self.stopped_step = step
+
+  def log(self) -> None:
+    """Logs why the run has ended, if it has ended early."""
+    if self.stopped_step is not None:
+      _log.info(
+        "stopped early at step %d: %s has not improved on %.4g of step %d by "
+        "more than %g in %d evaluations",
+        self.stopped_step,
+        self._config["metric"],
+        self._rule.best_metric * self._sign,
+        self.best_step,
+        self._config["min_delta"],
+        self._config["patience"] + 1,
+      )
+
+
+def replay(
+  config: Mapping[str, Any], workdir: str, last_step: int
+) -> EarlyStopping:
+  """Returns the state of a run after a step, from its `metrics.jsonl`.
+
+  Rows after that step are left out: a run that continues from there writes
+  them again.
+
+  Args:
+    config: `config.early_stopping`, also that of an earlier run.
+    workdir: The workdir of the run.
+    last_step: The step, 0 for a new run.
+  """
+  stopping = EarlyStopping(config)
+  if config["metric"] != "none":
+    for row in metrics_lib.read_rows(workdir):
+      if row["step"] <= last_step:
+        stopping.update(row["step"], row)
+  return stopping
