@@ -150,7 +150,7 @@ def main(argv: list[str]) -> None:
     absl_logging.set_verbosity(absl_logging.WARNING)
 
   verbose = FLAGS.verbosity > 0
-  with command_line.report_mistakes(verbose), console.print_log():
+  with command_line.report_mistakes(verbose), console.show_log(always=True):
     if FLAGS.synchronize:
       commits.synchronize(FLAGS.workdir)
       return

@@ -281,4 +281,4 @@ def _train(arguments: dict[str, Any]) -> dict[str, Any] | None:
 def _print_log() -> contextlib.AbstractContextManager[None]:
   # Ray shows all of its workers' log lines; Orbax and JAX log many at INFO.
   absl_logging.set_verbosity(absl_logging.WARNING)
-  return console.print_log()
+  return console.show_log(always=True)

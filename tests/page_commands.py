@@ -184,7 +184,10 @@ class Runner:
     command_line.parse_flags(["flaxshard", *arguments], values)
     workdir = values.workdir
     self._runs[workdir] = self._runs.get(workdir, 0) + 1
-    with command_line.report_mistakes(verbose=False), console.print_log():
+    with (
+      command_line.report_mistakes(verbose=False),
+      console.show_log(always=True),
+    ):
       config = config_lib.check(values.config)
       _shorten(config)
       if config.resume == "extend":

@@ -12,50 +12,43 @@ import warnings
 import jax
 
 
-def show_log() -> contextlib.AbstractContextManager[None]:
-  """Prints the log of flaxshard within the block, unless it is configured.
-
-  Logging is configured if the root logger or that of flaxshard has a level or a
-  handler that Python's defaults do not have. Then nothing changes.
-  """
-  return contextlib.nullcontext() if _is_logging_configured() else print_log()
-
-
 @contextlib.contextmanager
-def print_log() -> Iterator[None]:
-  """Prints the log of flaxshard within the block, from INFO on."""
+def show_log(*, always: bool = False) -> Iterator[None]:
+  """Prints the log of flaxshard within the block, from INFO on.
+
+  Args:
+    always: Whether to do so also if logging is configured: if the root logger
+      or that of flaxshard has a level or a handler that Python's defaults do
+      not have.
+  """
   log = logging.getLogger("flaxshard")
-  handler = logging.StreamHandler(_stream())
-  handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-  log.addHandler(handler)
-  log.setLevel(logging.INFO)
-  # A handler of the root logger, such as absl's, would print each line again.
-  log.propagate = False
+  before = log.level, log.propagate, list(log.handlers)
+  if always or not _is_logging_configured():
+    handler = logging.StreamHandler(_stream())
+    form = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+    handler.setFormatter(form)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    # A handler of the root logger, such as absl's, would print each line again.
+    log.propagate = False
   try:
     yield
   finally:
-    log.removeHandler(handler)
-    log.setLevel(logging.NOTSET)
-    log.propagate = True
+    level, log.propagate, log.handlers = before
+    log.setLevel(level)
 
 
-@contextlib.contextmanager
-def quiet_other_processes(worker_id: int = 0) -> Iterator[None]:
-  """Logs only warnings and errors within the block, except in process 0.
+def quiet_other_processes(worker_id: int = 0) -> None:
+  """Logs only warnings and errors until `show_log` ends, but for process 0.
 
   Call it after JAX has started: asking for the process starts it.
 
   Args:
     worker_id: The worker that this process is: 0 logs everything.
   """
-  log = logging.getLogger("flaxshard")
-  level = log.level
   if worker_id or jax.process_index():
+    log = logging.getLogger("flaxshard")
     log.setLevel(max(log.getEffectiveLevel(), logging.WARNING))
-  try:
-    yield
-  finally:
-    log.setLevel(level)
 
 
 def _is_logging_configured() -> bool:

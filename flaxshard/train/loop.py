@@ -34,7 +34,6 @@ from flaxshard.train import resume
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
-from flaxshard.train import timer as timer_lib
 from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
@@ -117,8 +116,8 @@ def train_and_evaluate(
       same_run.check_config(config)
     # After jax.distributed.initialize without flaxshard.initialize.
     failures.watch()
-    with console.quiet_other_processes(rank.worker_id):
-      state, signum = _run(config, workdir, rank, strategy, task, hooks)
+    console.quiet_other_processes(rank.worker_id)
+    state, signum = _run(config, workdir, rank, strategy, task, hooks)
   # The user of a notebook keeps the session.
   if signum is None or (signum == signal.SIGINT and console.in_ipython()):
     return state
@@ -197,12 +196,12 @@ def _run(
       report.open_report(config, workdir, first_step)
     )
     profile_before_step = stack.enter_context(
-      timer_lib.profile_steps(config.profile_steps, workdir)
+      report.profile_steps(config.profile_steps, workdir)
     )
     watch = endings.Watch(config)
     rng = setup.train_rng()
     progress = setup.init_progress(step)
-    timer = timer_lib.Timer(step)
+    timer = report.Timer(step)
     save_time = time.monotonic()
     is_last = False
     while not is_last:

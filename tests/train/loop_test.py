@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 import shutil
 import signal
 
@@ -19,7 +18,6 @@ import pytest
 import tiny
 
 from flaxshard import checkpoint
-from flaxshard import data
 from flaxshard import train
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import report
@@ -165,37 +163,6 @@ def test_a_finished_run_is_restored_and_not_trained_again(
   (copy / "config.json").write_text("")
   with pytest.raises(ValueError, match=r"config\.json"):
     train.train_and_evaluate(tiny.config(), str(copy))
-
-
-def infinite_example() -> data.Splits:
-  """Returns 64 digits of which example 0 is infinite."""
-  splits = data.digits()
-  inputs = np.array(splits.train.inputs[:64])
-  inputs[0] = np.inf
-  return data.Splits(
-    data.Arrays(inputs, splits.train.labels[:64]), splits.eval, 10
-  )
-
-
-@pytest.mark.slow
-def test_a_nonfinite_loss_and_float16_are_warned_of_where_they_arise(
-  tmp_path, caplog
-):
-  """A run that goes on; loop_parallel_test.py has one that stops."""
-  config = tiny.config(
-    data={"name": f"{__name__}:infinite_example"},
-    wrappers=(),
-    num_train_steps=4,
-    on_nonfinite="continue",
-  )
-  with pytest.warns(UserWarning, match="float16") as warned:
-    train.train_and_evaluate(config, str(tmp_path))
-  (warning,) = [w for w in warned if "float16" in str(w.message)]
-  assert warning.filename == __file__
-  messages = [m for m in caplog.messages if "the loss is not finite" in m]
-  # An epoch has four batches of 16 examples: one of them has the bad one.
-  assert re.match(r"step [1-4]: .* of 4 parameters .*head/kernel", messages[0])
-  assert [r["step"] for r in tiny.rows(tmp_path)] == [2, 4]
 
 
 def read_files(workdir) -> dict[pathlib.Path, bytes]:

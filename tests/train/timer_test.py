@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flaxshard.train import timer as timer_lib
+from flaxshard.train import report
 
 
 def test_paused_time_does_not_count(monkeypatch):
   clock = types.SimpleNamespace(now=1000.0)
   monkeypatch.setattr("time.monotonic", lambda: clock.now)
-  timer = timer_lib.Timer(0)
+  timer = report.Timer(0)
   clock.now += 1
   for _ in range(2):
     with timer.paused():
@@ -55,7 +55,7 @@ def test_profile_traces_the_given_steps(
 
   monkeypatch.setattr(jax.profiler, "trace", trace)
   for steps in ((2, 3), ()):
-    with timer_lib.profile_steps(steps, str(tmp_path)) as before_step:
+    with report.profile_steps(steps, str(tmp_path)) as before_step:
       for step in taken:
         before_step(step, jnp.zeros(()))
   path = str(tmp_path / "profile")
