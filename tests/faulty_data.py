@@ -33,27 +33,22 @@ class _FaultyEval:
 
 def broken_once(workdir: str) -> data.Splits:
   """Raises in the first evaluation of process 1, once step 4 is saved."""
-  checkpoint = pathlib.Path(workdir) / "checkpoints" / "4"
-
-  def fail():
-    deadline = time.monotonic() + 120
-    while not checkpoint.exists():
-      assert time.monotonic() < deadline, "no checkpoint"
-      time.sleep(0.1)
-    raise OSError("the disk of process 1 is broken")
-
-  return _digits(_once(workdir, fail))
-
-
-def _once(workdir, fault):
   marker = pathlib.Path(workdir) / "fault"
 
-  def run_once():
+  def fail():
     if not marker.exists():
       marker.touch()
-      fault()
+      _wait_until((marker.parent / "checkpoints" / "4").exists)
+      raise OSError("the disk of process 1 is broken")
 
-  return run_once
+  return _digits(fail)
+
+
+def _wait_until(condition):
+  deadline = time.monotonic() + 120
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
 
 
 def _digits(fault, process=1) -> data.Splits:
@@ -97,10 +92,7 @@ class Attempt:
 
   def __call__(self, step, state, metrics):
     if step == 5:
-      deadline = time.monotonic() + 120
-      while min(map(self._count, self._files)) < self._attempts:
-        assert time.monotonic() < deadline, "a worker has not come back"
-        time.sleep(0.1)
+      _wait_until(lambda: min(map(self._count, self._files)) >= self._attempts)
 
   @classmethod
   def note(cls, fault):

@@ -51,8 +51,8 @@ def run(
   """
   code = f"{processes=}; {devices=}\n{PREAMBLE}{script}"
   ended = _run(code, args, processes, end_all=True)
-  assert not any(p.returncode for p, _, _ in ended), ended
-  for _, _, err in ended:
+  for returncode, _, err in ended:
+    assert not returncode, ended
     # Also one that Python prints after a successful run, at the exit.
     assert logs_errors or "Traceback" not in err, err
     assert "Fatal Python" not in err, err
@@ -70,12 +70,12 @@ def run_until_end(script: str, *args: str) -> list[tuple[int, str]]:
     `(exit code, standard error)` of each process.
   """
   ended = _run(script, args, 2, end_all=False)
-  return [(p.returncode, err) for p, _, err in ended]
+  return [(returncode, err) for returncode, _, err in ended]
 
 
 def _run(
   code: str, args: tuple[str, ...], processes: int, *, end_all: bool
-) -> list[tuple[subprocess.Popen[str], str, str]]:
+) -> list[tuple[int, str, str]]:
   with socket.socket() as s:
     s.bind(("localhost", 0))
     port = s.getsockname()[1]
@@ -89,9 +89,7 @@ def _run(
     for rank in range(processes)
   ]
 
-  def read(
-    process: subprocess.Popen[str],
-  ) -> tuple[subprocess.Popen[str], str, str]:
+  def read(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
       out = process.communicate(timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -101,7 +99,7 @@ def _run(
       # The others would wait for this one.
       for other in started:
         other.kill()
-    return process, *out
+    return process.returncode, *out
 
   # Reads all at once: a process with a full pipe stops, and the others wait for
   # it.

@@ -110,7 +110,7 @@ class DistributedIterator:
     Raises:
       TypeError: The source has no `get_state` and `set_state`.
     """
-    if not has_position(self._source):
+    if self._state is None:
       raise TypeError(
         f"the source, a {type(self._source).__name__}, has no get_state and "
         "set_state; the iterator of a Grain dataset has them."
@@ -178,7 +178,9 @@ class DistributedIterator:
     if self._finalizer is not None and self._prefetch is not None:
       # Runs its `stop` now, and no second time at garbage collection.
       self._finalizer()
-      self._prefetch.join(timeout)
+      # It may run in this very thread, at a garbage collection there.
+      if self._prefetch is not threading.current_thread():
+        self._prefetch.join(timeout)
     self._prefetch = self._finalizer = None
 
 
@@ -214,13 +216,10 @@ def _join(batches: list[PyTree]) -> PyTree:
 
 def copy_state(source: Any) -> Any:
   """Returns a copy of the position of a source; None if it has none."""
-  # Some sources return the object that they count in.
-  return copy.deepcopy(source.get_state()) if has_position(source) else None
-
-
-def has_position(source: Any) -> bool:
-  """Returns whether a source has a position, as a Grain iterator."""
-  return hasattr(source, "get_state") and hasattr(source, "set_state")
+  if hasattr(source, "get_state") and hasattr(source, "set_state"):
+    # Some sources return the object that they count in.
+    return copy.deepcopy(source.get_state())
+  return None
 
 
 class _Item(NamedTuple):
@@ -238,8 +237,8 @@ class _Item(NamedTuple):
   error: BaseException | None = None
 
 
-class _Prefetch:
-  """Reads up to `size` items ahead in a thread, until a read fails.
+class _Prefetch(threading.Thread):
+  """A thread that reads up to `size` items ahead, until a read fails.
 
   Grain's ThreadPrefetchIterDataset does not fit every iterable: it waits for
   ever, in `close` and at the end of the process, for a source that is stuck or
@@ -254,6 +253,7 @@ class _Prefetch:
   """
 
   def __init__(self, read: Callable[[], _Item], size: int):
+    super().__init__(name="flaxshard-prefetch", daemon=True)
     self._read = read
     # SimpleQueues are written in C. The first one has an entry for each item
     # that may be read: it is a semaphore.
@@ -261,14 +261,10 @@ class _Prefetch:
     self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
     for _ in range(size):
       self._places.put(None)
-    self._stopped = False
+    self._stop_requested = False
     # jax.enable_x64 is thread-local: pass its value on to the thread.
     self._x64 = jax.dtypes.canonicalize_dtype("int64") == "int64"
-    self._thread = threading.Thread(
-      target=self._run, name="flaxshard-prefetch", daemon=True
-    )
-    _running.add(self)
-    self._thread.start()
+    self.start()
 
   def get(self) -> _Item:
     """Returns the next item; waits until it is read."""
@@ -278,31 +274,23 @@ class _Prefetch:
 
   def stop(self) -> None:
     """Asks the thread to end after its current read; does not wait."""
-    self._stopped = True
+    self._stop_requested = True
     # Wakes the thread if it waits for a place.
     self._places.put(None)
 
-  def join(self, timeout: float | None) -> None:
-    """Waits for the thread to end, some seconds or without a limit."""
-    # A finalizer may run in this very thread, which cannot wait for itself.
-    if self._thread is not threading.current_thread():
-      self._thread.join(timeout)
-
-  def _run(self) -> None:
+  def run(self) -> None:
+    """Reads items."""
     failed = False
     with jax.enable_x64(self._x64):
       while not failed:
         self._places.get()
         # The error wakes a reader that waits in `get`.
         closed = _Item(error=ValueError("the iterator was closed."))
-        item = closed if self._stopped else self._read()
+        item = closed if self._stop_requested else self._read()
         failed = item.error is not None
         self._items.put(item)
         # Else this variable would keep a batch alive during the next read.
         del item
-
-
-_running: weakref.WeakSet[_Prefetch] = weakref.WeakSet()
 
 
 # Exit handlers run in reverse order: this one runs before that of JAX, which
@@ -310,7 +298,7 @@ _running: weakref.WeakSet[_Prefetch] = weakref.WeakSet()
 @atexit.register
 def _stop_all(timeout: float = 2.0) -> None:
   deadline = time.monotonic() + timeout
-  prefetches = list(_running)
+  prefetches = [t for t in threading.enumerate() if isinstance(t, _Prefetch)]
   # Stop all before waiting for the first: they share the timeout.
   for prefetch in prefetches:
     prefetch.stop()

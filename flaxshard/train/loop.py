@@ -280,7 +280,7 @@ def _run(
       # Saved as it was evaluated; the others may go on from another center.
       commits.finish(state)
   stopping.log()
-  if ends:
+  if ends or signum is None:
     report.log_result(workdir)
     return state, None
   _log.warning(

@@ -98,22 +98,6 @@ def test_a_short_batch_needs_no_compilation_and_metrics_ignore_padding():
   }
 
 
-def test_structure_values_and_dtypes_are_kept():
-  batch = {
-    "image": np.random.default_rng(0).random((8, 2, 3), np.float32),
-    "label": {"class": np.arange(8), "weight": (np.ones(8, np.float16),)},
-    "nothing": None,
-  }
-  (out,) = distributed([batch])
-  assert out.pop("mask").tolist() == [True] * 8
-  assert jax.tree.structure(out) == jax.tree.structure(batch)
-  for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(batch), strict=True):
-    np.testing.assert_array_equal(a, b)
-  assert out["label"]["class"].dtype == jnp.int32
-  assert out["label"]["weight"][0].dtype == jnp.float16
-  assert batch.keys() == {"image", "label", "nothing"}  # not written to
-
-
 @PREFETCHES
 def test_a_source_may_reuse_its_arrays(prefetch):
   def source(rows, count):
