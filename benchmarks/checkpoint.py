@@ -22,7 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import flaxshard as fs
-from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import step_files
 
 
 def make_state(megabytes: float, layers: int) -> fs.TrainState:
@@ -104,7 +104,7 @@ def main():
         times = savers[name](state, directory, 1)
         if name == "flaxshard":
           start = time.perf_counter()
-          assert digests.verify(os.path.join(directory, "1"))
+          assert step_files.verify(os.path.join(directory, "1"))
           verified = time.perf_counter() - start
           with fs.Checkpointer(directory) as checkpointer:
             start = time.perf_counter()

@@ -26,8 +26,8 @@ from typing import Any
 
 import jax
 
-from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import step_files
 from flaxshard.checkpoint import steps
 from flaxshard.core import multihost
 
@@ -48,13 +48,13 @@ def examine(step_dir: Any, contents: bool) -> tuple[str, str | None] | None:
     another program has deleted the step meanwhile.
   """
   try:
-    has_digests = digests.verify(step_dir, contents=contents)
+    has_digests = step_files.verify(step_dir, contents=contents)
     text = describe(step_dir)
   except Exception as e:  # of Orbax
     time.sleep(_DELETION_SECONDS)
     if not step_dir.exists():
       return None
-    if isinstance(e, digests.Damaged):
+    if isinstance(e, step_files.Damaged):
       return f"damaged: {e}", None
     return f"not restorable: {multihost.summarize_error(e)}", None
   if not has_digests:
@@ -72,15 +72,15 @@ def describe(step_dir: Any) -> str:
     ValueError: The step cannot be read.
   """
   lines = [str(step_dir)]
-  metadata = digests.read_metadata(step_dir)
+  metadata = step_files.read_metadata(step_dir)
   if metadata is None:
     lines.append("  not written by flaxshard")
   for key, value in (metadata or {}).items():
     lines.append(f"  {key}: {json.dumps(value)}")
-  position = step_dir / steps.POSITION
-  for file in sorted(position.iterdir()) if position.is_dir() else ():
-    text = " ".join(file.read_bytes().decode(errors="replace").split())
-    lines.append(f"  {position.name}/{file.name}: {text}")
+  position = step_dir / step_files.POSITION / step_files.JSON
+  if position.exists():
+    text = json.dumps(step_files.read_json(position))
+    lines.append(f"  {step_files.POSITION}: {text}")
   leaves = reader.open_unverified(step_dir).values()
   for item, group in itertools.groupby(leaves, lambda leaf: leaf.tree):
     tree = {"/".join(x.key): x for x in group}

@@ -17,10 +17,10 @@ from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
-from flaxshard.checkpoint import choose
-from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import items as items_lib
+from flaxshard.checkpoint import keep as keep_lib
 from flaxshard.checkpoint import restoring
+from flaxshard.checkpoint import step_files
 from flaxshard.checkpoint import steps
 from flaxshard.checkpoint.restoring import S
 from flaxshard.checkpoint.save_barrier import SaveBarrier
@@ -96,19 +96,19 @@ class Checkpointer:
     plain_item: str = "default",
     digests: bool = True,
   ):
-    path = files_lib.absolute(directory)
+    path = steps.as_path(directory)
     items_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
-    self._keep = choose.Keep(
+    self._keep = keep_lib.Keep(
       max_to_keep, keep_every, best_metric, best_mode, keep_best
     )
     json.dumps(config)  # raises a TypeError if it cannot be stored
     self._config = config
-    files_lib.check_writable("directory", path, create=False)
+    files_lib.check_writable("directory", os.fspath(path), create=False)
     if steps.number_of(path) is not None:
       raise ValueError(
-        f"directory={path!r} is one checkpoint: flaxshard.checkpoint.restore "
-        "reads it."
+        f"directory={os.fspath(path)!r} is one checkpoint: "
+        "flaxshard.checkpoint.restore reads it."
       )
     self.directory = os.fspath(steps.directory_of_steps(path))
     self._digests = digests and not files_lib.is_bucket(self.directory)
@@ -116,9 +116,8 @@ class Checkpointer:
     self._manager: ocp.CheckpointManager | None = None
     self._unlock: weakref.finalize[[], Any] | None = None
     self._barrier = SaveBarrier()
-    # The step that may still be saved, and the files that it gets last.
+    # The step that may still be saved.
     self._saving: int | None = None
-    self._files: Mapping[str, bytes] = {}
     # Steps that could not be restored. The next save renames them, as Orbax
     # saves no step before the latest that it finds.
     self._damaged: set[int] = set()
@@ -173,7 +172,7 @@ class Checkpointer:
   def _paths(self) -> dict[int, Any]:
     """Returns the path of each step, also of damaged ones; notes those."""
     if self._manager is None:
-      found, damaged = choose.look(self.directory)
+      found, damaged = steps.look(self.directory)
       self._damaged.intersection_update(found)
       self._damaged.update(damaged)
       return found
@@ -193,7 +192,7 @@ class Checkpointer:
     Returns None if no step has a finite value, or without `best_metric`.
     """
     self.wait()
-    return choose.best_step(self.directory, self._keep, self._damaged)
+    return keep_lib.best_step(self.directory, self._keep, self._damaged)
 
   def wait(self) -> None:
     """Waits until the last save is on disk.
@@ -208,7 +207,7 @@ class Checkpointer:
       self._manager.wait_until_finished()
     except Exception as e:
       # Orbax deletes older steps once the new one has its final name.
-      if not steps.is_complete(f"{self.directory}/{step}"):
+      if not step_files.is_complete(f"{self.directory}/{step}"):
         self._fail(step, e)
       _log.warning("%s: an old step was not deleted: %s", self.directory, e)
       self._manager.reload()  # it forgot the new step and the old ones
@@ -278,8 +277,8 @@ class Checkpointer:
       raise ValueError(f"the Checkpointer of {self.directory} is closed.")
     # An array too, such as `state.step`.
     step = checks.integer("step", operator.index(step), minimum=0)
-    path = os.path.join(self.directory, str(step))
-    if self._manager is not None and steps.is_complete(path):
+    path = epath.Path(self.directory) / str(step)
+    if self._manager is not None and step_files.is_complete(path):
       self._manager.reload()  # another checkpointer may have saved it
     there = self.all_steps()
     if there and step < there[-1] and step not in there:
@@ -299,18 +298,16 @@ class Checkpointer:
     if metrics is not None:
       with multihost.raise_on_all_processes(TypeError, ValueError):
         metrics = self._keep.check(metrics)
-      items[steps.METRICS] = ocp.args.JsonSave(metrics)
-    files: dict[str, bytes] = {}
+      items[step_files.METRICS] = ocp.args.JsonSave(metrics)
     if data is not None:
-      files = items_lib.position_files(data)
-      # With an item, programs without Grain know what the files are.
-      items[steps.POSITION] = ocp.args.JsonSave({"processes": len(files)})
+      position = items_lib.position_of(data)
+      items[step_files.POSITION] = ocp.args.JsonSave(position)
     metadata = items_lib.metadata(state, step, self._config)
-    items[steps.FLAXSHARD] = ocp.args.JsonSave(metadata)
+    items[step_files.FLAXSHARD] = ocp.args.JsonSave(metadata)
     try:
       manager = self._open_manager()
       self._barrier.start_save()
-      self._saving, self._files = step, files
+      self._saving = step
       try:
         manager.save(step, metrics=metrics, args=ocp.args.Composite(**items))
       except Exception as e:
@@ -347,7 +344,7 @@ class Checkpointer:
     return self._manager
 
   def _rename_damaged(self) -> None:
-    found, damaged = choose.look(self.directory)
+    found, damaged = steps.look(self.directory)
     for step in sorted(damaged | (self._damaged & found.keys())):
       path = found[step]
       if path.name == str(step):  # not of another program
@@ -363,7 +360,7 @@ class Checkpointer:
         async_options=ocp.options.AsyncOptions(
           barrier_sync_fn=self._barrier,
           # It keeps this object, and with it the lock, until the save ends.
-          post_finalization_callback=self._write_files,
+          post_finalization_callback=self._write_digests,
           # If they cannot be created in the background, Orbax's other threads
           # wait for them until a timeout, and so does the end of the program.
           create_directories_asynchronously=False,
@@ -373,25 +370,23 @@ class Checkpointer:
       # They are new ones: a failed save leaves records in them.
       item_handlers={
         **items_lib.item_handlers(plain_item=self._plain_item),
-        steps.POSITION: ocp.JsonCheckpointHandler(),
-        steps.FLAXSHARD: ocp.JsonCheckpointHandler(),
+        step_files.POSITION: ocp.JsonCheckpointHandler(),
+        step_files.FLAXSHARD: ocp.JsonCheckpointHandler(),
       },
     )
 
-  def _write_files(self) -> None:
-    """Writes the last files of a step, in process 0, before it has its name."""
+  def _write_digests(self) -> None:
+    """Writes the last file of a step, in process 0, before it has its name."""
     assert self._saving is not None
-    step_dir = steps.unfinished(self.directory, self._saving)
-    for name, content in self._files.items():
-      (step_dir / name).write_bytes(content)
-    digests_lib.write(step_dir, contents=self._digests)
+    step_dir = step_files.unfinished(self.directory, self._saving)
+    step_files.write_digests(step_dir, contents=self._digests)
 
   def _fail(self, step: int, error: Exception) -> NoReturn:
     """Removes what was written of a step, and raises a SaveError."""
     self._close_manager()
     # In a bucket it is no step without its last file.
     if jax.process_index() == 0 and not files_lib.is_bucket(self.directory):
-      path = steps.unfinished(self.directory, step)
+      path = step_files.unfinished(self.directory, step)
       # TensorStore finishes the writes it has begun after one has failed.
       for _ in range(50):
         shutil.rmtree(path, ignore_errors=True)
@@ -452,8 +447,7 @@ class Checkpointer:
     """
     items_lib.check_state(state)
     self.wait()
-
-    self._restored_step, restored = choose.read(
+    self._restored_step, restored = steps.read(
       self.directory,
       step,
       lambda path: restoring.restore_step(path, state, data=data),

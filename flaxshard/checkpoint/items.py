@@ -1,14 +1,9 @@
 """The items of a step: the train state, the position in the data, metadata.
 
-    input_iterator/process_0-of-1.json   one position for all processes
-                   process_2-of-4.json   the position of process 2 of 4
-
 A position in the data is global if it means the same place in every process,
-such as the number of a global batch. Process 0 saves it, and any number of
-processes restore it. Other positions belong to their process: each process
-saves its own, and as many processes restore them. The names and the content of
-the files are those of Grain's checkpoint handler, which can read the position
-of its own process.
+such as the number of a global batch. Then one is saved, and any number of
+processes restore it. Other positions belong to their process: all are saved in
+the order of the processes, and as many processes restore them.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 import json
 import logging
-import re
 from typing import Any
 
 import jax
@@ -24,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import steps
+from flaxshard.checkpoint import step_files
 from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import trees
@@ -38,8 +31,6 @@ _log = logging.getLogger(__name__)
 
 # A train state, or several by name.
 States = TrainState | Mapping[str, TrainState]
-
-_POSITION_FILE = re.compile(r"process_(\d+)-of-(\d+)\.json")
 
 _KINDS = (jnp.number, jnp.bool_, jax.dtypes.prng_key)
 
@@ -95,7 +86,7 @@ def save_args(
     plain, states = plain[""], states.get("")
   items: dict[str, Any] = {plain_item: ocp.args.StandardSave(plain)}
   if states:
-    items[steps.WRAPPERS] = ocp.args.PyTreeSave(states)
+    items[step_files.WRAPPERS] = ocp.args.PyTreeSave(states)
   return ocp.args.Composite(**items)
 
 
@@ -125,7 +116,7 @@ def item_handlers(
   return {
     plain_item: ocp.StandardCheckpointHandler(),
     # Unlike Standard's, this handler can leave out leaves.
-    steps.WRAPPERS: ocp.PyTreeCheckpointHandler(),
+    step_files.WRAPPERS: ocp.PyTreeCheckpointHandler(),
   }
 
 
@@ -181,8 +172,8 @@ def mesh_of(tree: Any) -> Any:
 # -- The position in the data.
 
 
-def position_files(data: Any) -> dict[str, bytes]:
-  """Returns the files to save, by their name in a step.
+def position_of(data: Any) -> dict[str, Any]:
+  """Returns what to save of the position in the data, for JSON.
 
   All processes must call it, and get the same.
 
@@ -193,65 +184,20 @@ def position_files(data: Any) -> dict[str, bytes]:
   # An error in the middle of a save would make Orbax hang at the exit.
   with multihost.raise_on_all_processes(TypeError, ValueError):
     state = data.get_state()
-    is_bytes = isinstance(state, bytes)
-    # Indented as by Grain.
-    text = state if is_bytes else json.dumps(state, indent=4).encode()
-  texts = [text.decode("latin-1")]
-  if _is_global(data):
+    if isinstance(state, bytes):
+      state = state.decode("latin-1")  # a character for each byte
+    text = json.dumps(state)
+  if is_global(data):
     multihost.check_agreement(
-      {"the position of data, although position_is_global": texts[0]}
+      {"the position of data, although position_is_global": text}
     )
-  else:
-    texts = multihost.exchange(texts[0])
-  return {
-    f"{steps.POSITION}/{_position_file(i, len(texts))}": text.encode("latin-1")
-    for i, text in enumerate(texts)
-  }
+    return {"positions": [json.loads(text)]}
+  return {"positions": [json.loads(x) for x in multihost.exchange(text)]}
 
 
-def read_position(data: Any, step_dir: Any) -> Any:
-  """Returns the position in a step, for `data.set_state`.
-
-  Args:
-    data: The iterator; it is not changed.
-    step_dir: Path of the directory of the step.
-
-  Raises:
-    Damaged: A file is missing, or is not JSON, and the position of this
-      iterator is.
-    ValueError: The step has no position, or that of another number of
-      processes, or a file cannot be read by this process.
-  """
-  item_dir = steps.as_path(step_dir) / steps.POSITION
-  if not item_dir.is_dir():
-    raise ValueError(
-      f"{step_dir} has no {steps.POSITION}: the position of the data."
-    )
-  matches = [_POSITION_FILE.fullmatch(path.name) for path in item_dir.iterdir()]
-  # Without any file, that of a single process is missing.
-  saved = max((int(match[2]) for match in matches if match), default=1)
-  if saved != (1 if _is_global(data) else jax.process_count()):
-    raise ValueError(
-      f"{item_dir} has the positions of {saved} processes, and this program "
-      f"has {jax.process_count()}: only an iterator with position_is_global = "
-      "True saves one position, and restores it in any number of processes."
-    )
-  process = 0 if _is_global(data) else jax.process_index()
-  text = digests.read_bytes(item_dir / _position_file(process, saved))
-  try:
-    return text if isinstance(data.get_state(), bytes) else json.loads(text)
-  except ValueError as e:
-    raise digests.Damaged(
-      f"{item_dir}/ has a position that is not JSON: {e}."
-    ) from e
-
-
-def _is_global(data: Any) -> bool:
+def is_global(data: Any) -> bool:
+  """Returns whether the position in the data is the same in all processes."""
   return bool(getattr(data, "position_is_global", False))
-
-
-def _position_file(process: int, count: int) -> str:
-  return f"process_{process}-of-{count}.json"
 
 
 # -- Checks.

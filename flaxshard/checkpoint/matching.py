@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import re
 from typing import Any, TypeVar
 
+from flaxshard.checkpoint import reader
+from flaxshard.checkpoint.reader import Path
 from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
 
@@ -15,18 +17,16 @@ _T = TypeVar("_T")
 _TRAINING_STATE = (
   "step",
   "opt_state",
-  "wrapper_states",
+  reader.WRAPPER_STATES,
   "dynamic_scale",
   "rngs",
 )
-# The array in an nnx.Variable or a nn.Partitioned that was saved as an object.
-_BOX = "/value"
 # A run with LoRA has the parameters that it does not train in `frozen`.
-_PARAMS = "^(params|frozen)/"
+_PARAMS = (("params",), ("frozen",))
 
 
 def match(
-  saved: Mapping[str, Any],
+  saved: Mapping[Path, reader.SavedLeaf],
   wanted: Mapping[str, Any],
   *,
   rename: Sequence[tuple[str, str]],
@@ -34,7 +34,7 @@ def match(
   ignore: Sequence[str],
   collections: Collection[str] = (),
   optional: Collection[str] = (),
-) -> dict[str, str]:
+) -> dict[str, Path]:
   """Finds the leaf of a file for each leaf of a model.
 
   Args:
@@ -56,14 +56,18 @@ def match(
       paths.
   """
   has_collections = _has_collections(saved)
-  if has_collections:
-    saved = {path: x for path, x in saved.items() if _is_variable(path, x)}
-  found = by_name({path: path for path in saved})
-  ignored = select("ignore", ignore, found, "the file")
-  found = {name: path for name, path in found.items() if name not in ignored}
+  found = by_name(
+    {
+      path: path
+      for path, leaf in saved.items()
+      if not has_collections or _is_variable(path, leaf)
+    }
+  )
+  for name in select("ignore", ignore, found, "the file"):
+    del found[name]
   found = _rename(found, rename)
   kept = select("keep", keep, wanted, "the model")
-  sources: dict[str, str] = {}
+  sources: dict[str, Path] = {}
   missing, unmatched = {}, {name: saved[path] for name, path in found.items()}
   for name, leaf in wanted.items():
     collection, _, rest = name.partition("/")
@@ -86,7 +90,7 @@ def match(
   return sources
 
 
-def by_name(leaves: Mapping[str, _T]) -> dict[str, _T]:
+def by_name(leaves: Mapping[Path, _T]) -> dict[str, _T]:
   """Returns leaves by the names that a model and a file are compared by.
 
   Args:
@@ -97,52 +101,55 @@ def by_name(leaves: Mapping[str, _T]) -> dict[str, _T]:
     The leaves in the same order. Names of parameters begin with no collection.
 
   Example:
-    >>> by_name({"params/w/value": 1, "batch_stats/mean": 2})
+    >>> by_name({("params", "w", "value"): 1, ("batch_stats", "mean"): 2})
     {'w': 1, 'batch_stats/mean': 2}
   """
-  prefix = _PARAMS if _has_collections(leaves) else ""
-  return {
-    re.sub(prefix, "", path).removesuffix(_BOX): leaf
-    for path, leaf in leaves.items()
-  }
+  has_collections = _has_collections(leaves)
+  named = {}
+  for path, leaf in leaves.items():
+    is_param = has_collections and path[:1] in _PARAMS
+    named["/".join(reader.unboxed(path)[int(is_param) :])] = leaf
+  return named
 
 
-def _has_collections(paths: Iterable[str]) -> bool:
-  return any(path.startswith("params/") for path in paths)
+def _has_collections(paths: Iterable[Path]) -> bool:
+  return any(path[:1] == ("params",) and len(path) > 1 for path in paths)
 
 
-def _is_variable(path: str, leaf: Any) -> bool:
+def _is_variable(path: Path, leaf: reader.SavedLeaf) -> bool:
   """Returns whether a leaf of a training state is a variable of the model."""
-  field, is_nested, _ = path.partition("/")
   # Programs save numbers of their own beside the state, such as an epoch.
-  return field not in _TRAINING_STATE and bool(is_nested or not leaf.is_number)
+  is_number = len(path) == 1 and leaf.is_number
+  return path[0] not in _TRAINING_STATE and not is_number
 
 
 def select(
   field: str, patterns: Sequence[str], paths: Collection[str], where: str
 ) -> set[str]:
   """Returns the paths in which a pattern is found; each must be in some."""
-  selected: set[str] = set()
-  for i, pattern in enumerate(patterns):
-    place = f"{field}[{i}]={pattern!r}"
-    selected.update(patterns_lib.find(place, pattern, where, list(paths)))
-  return selected
+  return {
+    path
+    for i, pattern in enumerate(patterns)
+    for path in patterns_lib.find(
+      f"{field}[{i}]={pattern!r}", pattern, where, list(paths)
+    )
+  }
 
 
 def _rename(
-  paths: Mapping[str, str], renames: Sequence[tuple[str, str]]
-) -> dict[str, str]:
+  paths: Mapping[str, Path], renames: Sequence[tuple[str, str]]
+) -> dict[str, Path]:
   """Returns the paths of a file by their renamed names."""
   for i, (pattern, text) in enumerate(renames):
     where = f"rename[{i}]={(pattern, text)!r}"
     patterns_lib.find(where, pattern, "the file", list(paths))
-    renamed: dict[str, str] = {}
+    renamed: dict[str, Path] = {}
     for name, path in paths.items():
       new = re.sub(pattern, text, name)
       if new in renamed:
         raise ValueError(
-          f"{where} makes {renamed[new]!r} and {path!r} of the file the same "
-          f"path {new!r}."
+          f"{where} makes {'/'.join(renamed[new])!r} and {'/'.join(path)!r} of "
+          f"the file the same path {new!r}."
         )
       renamed[new] = path
     paths = renamed

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import matching
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import safetensors_files
@@ -147,8 +146,7 @@ def init_from(
     fields = fields_lib.variables(state)
     fields.pop("rngs", None)  # random streams begin with the new run
     collections, factors = fields.keys() - {"params"}, _lora_factors(state)
-  leaves = trees.leaves_by_path(fields)
-  wanted = matching.by_name({"/".join(k): x for k, x in leaves.items()})
+  wanted = matching.by_name(trees.leaves_by_path(fields))
   where, saved = _open(steps.as_path(path), step, item, subtree)
   try:
     sources = matching.match(
@@ -179,9 +177,9 @@ def init_from(
   }
   report = InitReport(
     str(where),
-    sources,
+    {name: "/".join(path) for name, path in sources.items()},
     tuple(name for name in wanted if name not in sources),
-    tuple(path for path in saved if path not in {*sources.values()}),
+    tuple("/".join(path) for path in saved if path not in sources.values()),
   )
   _log.info("%s", report)
   new: Any = jax.tree.unflatten(
@@ -203,7 +201,7 @@ def _lora_factors(state: TrainState) -> set[str]:
 
 def _open(
   path: Any, step: int | None, item: str | None, subtree: str
-) -> tuple[Any, dict[str, reader.SavedLeaf]]:
+) -> tuple[Any, dict[reader.Path, reader.SavedLeaf]]:
   """Returns the file or the step at a path, and its leaves below `subtree`."""
   with multihost.raise_on_all_processes(ValueError, ImportError):
     file = safetensors_files.find(path)
@@ -211,18 +209,12 @@ def _open(
       # There are no digests; the package checks the sizes.
       where, leaves = file, safetensors_files.open_leaves(file)
   if file is None:
-    _, (where, leaves) = choose.read(
+    _, (where, leaves) = steps.read(
       path, step, lambda where: (where, reader.open_step(where, item))
     )
-  prefix = f"{subtree.strip('/')}/".lstrip("/")
-  named = {"/".join(path): leaf for path, leaf in leaves.items()}
-  below = {
-    name.removeprefix(prefix): leaf
-    for name, leaf in named.items()
-    if name.startswith(prefix)
-  }
+  below = reader.below(leaves, tuple(filter(None, subtree.split("/"))))
   if not below:
-    tops = ", ".join({name.partition("/")[0]: None for name in named})
+    tops = ", ".join({path[0]: None for path in leaves})
     raise ValueError(
       f"{where}: subtree={subtree!r} has no arrays; the file has "
       f"{tops or 'no arrays'}."

@@ -21,14 +21,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import steps
+from flaxshard.checkpoint import step_files
 from flaxshard.core import multihost
 from flaxshard.core import trees
 
 Path = tuple[str, ...]
 Asked = jax.ShapeDtypeStruct
 _Name = TypeVar("_Name", bound=Hashable)
+_Leaf = TypeVar("_Leaf")
 
 # The first key of the paths of wrapper states.
 WRAPPER_STATES = "wrapper_states"
@@ -81,7 +81,7 @@ def read(
   for leaf, asked in wanted.values():
     by_tree[leaf.read][leaf.key] = asked
   # Reading needs no other process.
-  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
+  with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
     found = {read: read(asked) for read, asked in by_tree.items()}
     placed = {
       name: _place(leaf, found[leaf.read][leaf.key], asked)
@@ -118,28 +118,29 @@ def _place(leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
 
 
 def open_step(
-  step_dir: Any, plain_item: str | None = None
+  where: Any, plain_item: str | None = None
 ) -> dict[Path, SavedLeaf]:
   """Compares a step with its digests; returns its leaves by path.
 
   Paths begin with the field of the train state, as in a train state.
 
   Args:
-    step_dir: The directory of the step, or its file.
+    where: The directory of the step, or its file.
     plain_item: The item that holds the train state; None looks for one of
-      `steps.PLAIN`.
+      `step_files.PLAIN`.
 
   Raises:
     Damaged: The files differ from those that were saved, or hold no train
       state.
     ValueError: The step only has items of other names: it is not damaged.
   """
-  where = steps.as_path(step_dir)
   # Before Orbax reads anything: it returns wrong values for flipped bits.
   # Each process compares a part, with one result for all.
-  with multihost.raise_on_all_processes(digests.Damaged, OSError, ValueError):
-    digests.verify(where, jax.process_index(), jax.process_count())
-  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
+  with multihost.raise_on_all_processes(
+    step_files.Damaged, OSError, ValueError
+  ):
+    step_files.verify(where, jax.process_index(), jax.process_count())
+  with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
     return open_unverified(where, plain_item)
 
 
@@ -149,26 +150,40 @@ def open_unverified(
   """Returns `open_step` without a comparison with the digests."""
   if where.is_file():
     return _msgpack_leaves(where)
-  there = steps.items(where)
-  names = steps.PLAIN if plain_item is None else (plain_item,)
+  there = step_files.trees_in(where)
+  names = step_files.PLAIN if plain_item is None else (plain_item,)
   found = [there[name] for name in names if name in there]
-  if plain_item is None and steps.is_tree(where):
+  if plain_item is None and step_files.is_tree(where):
     found = [where]
   if not found:
-    others = sorted(there.keys() - {steps.WRAPPERS})
+    others = sorted(there.keys() - {step_files.WRAPPERS})
     # Another program names its items as it likes: nothing is lost.
-    raise (ValueError if others else digests.Damaged)(
+    raise (ValueError if others else step_files.Damaged)(
       f"{where} has no train state in an item {' or '.join(map(repr, names))}, "
       f"only {', '.join(map(repr, others)) or 'no items'}: plain_item is the "
       "name of the item to restore."
     )
   leaves = _orbax_leaves(found[0])
-  if steps.WRAPPERS in there:
+  if step_files.WRAPPERS in there:
     leaves |= {
       (WRAPPER_STATES, *key): leaf
-      for key, leaf in _orbax_leaves(there[steps.WRAPPERS]).items()
+      for key, leaf in _orbax_leaves(there[step_files.WRAPPERS]).items()
     }
   return leaves
+
+
+def unboxed(path: Path) -> Path:
+  """Returns the path of a leaf without that of its array in a box.
+
+  Boxes are an `nnx.Variable` and a `nn.Partitioned`, saved as objects.
+  """
+  return path[:-1] if len(path) > 1 and path[-1] == "value" else path
+
+
+def below(leaves: Mapping[Path, _Leaf], at: Path) -> dict[Path, _Leaf]:
+  """Returns the leaves whose path begins with `at`, by the rest of it."""
+  n = len(at)
+  return {path[n:]: x for path, x in leaves.items() if path[:n] == at}
 
 
 def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
@@ -243,7 +258,7 @@ def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
   try:
     found = trees.leaves_by_path(serialization.msgpack_restore(content))
   except Exception as e:  # msgpack has no one type of error for a wrong file
-    raise digests.Damaged(f"{file} is no checkpoint of Flax: {e}") from e
+    raise step_files.Damaged(f"{file} is no checkpoint of Flax: {e}") from e
   read_leaves = lambda wanted: found
   leaves = {}
   for key, x in found.items():

@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 import logging
 import os
-import re
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from flaxshard.checkpoint import choose
-from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import items
 from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import step_files
 from flaxshard.checkpoint import steps
 from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import SavedLeaf
@@ -40,17 +38,12 @@ PyTree = Any
 Leaves = Mapping[Path, Any]
 S = TypeVar("S", bound=items.States)
 
-# Where other programs keep a leaf, as a pattern of its path, and its path here.
-LAYOUTS = (
-  # An nnx.Variable or a nn.Partitioned that was saved as an object.
-  (re.compile("(.+)/value"), r"\1"),
-  # Flax's `DynamicScale`, as a field that its ImageNet and WMT examples have.
-  (re.compile("dynamic_scale/scale"), "wrapper_states/loss_scale/scale"),
-  (
-    re.compile("dynamic_scale/fin_steps"),
-    "wrapper_states/loss_scale/good_steps",
-  ),
-)
+# Where Flax's `DynamicScale`, a field `dynamic_scale` in its ImageNet and WMT
+# examples, keeps the state of `LossScale`.
+LAYOUTS = {
+  ("dynamic_scale", "scale"): (WRAPPER_STATES, "loss_scale", "scale"),
+  ("dynamic_scale", "fin_steps"): (WRAPPER_STATES, "loss_scale", "good_steps"),
+}
 
 
 def restore(
@@ -99,7 +92,7 @@ def restore(
     where = manager.directory  # Orbax's managers have no common class
     if isinstance(manager, ocp.CheckpointManager):
       manager.wait_until_finished()  # the newest step may not be complete yet
-  return choose.read(
+  return steps.read(
     where, step, lambda path: restore_step(path, state, plain_item)
   )[1]
 
@@ -124,8 +117,8 @@ def restore_step(
       the message names the first path.
   """
   saved = reader.open_step(where, plain_item)
-  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-    position = None if data is None else items.read_position(data, where)
+  with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
+    position = None if data is None else _read_position(data, where)
   restored: Any = {
     name: _Plan(where, reader.part(saved, name), part).restore()
     for name, part in items.by_name(state).items()
@@ -137,6 +130,38 @@ def restore_step(
       if hasattr(data, "start_prefetch"):
         data.start_prefetch()
   return restored if isinstance(state, Mapping) else restored[""]
+
+
+def _read_position(data: Any, step_dir: Any) -> Any:
+  """Returns the position in a step, for `data.set_state`.
+
+  Args:
+    data: The iterator; it is not changed.
+    step_dir: Path of the directory of the step.
+
+  Raises:
+    Damaged: The file is missing, or is not what was saved.
+    ValueError: The step has no position, or that of another number of
+      processes.
+  """
+  item_dir = step_dir / step_files.POSITION
+  if not item_dir.is_dir():
+    raise ValueError(
+      f"{step_dir} has no {step_files.POSITION}: the position of the data."
+    )
+  positions = step_files.read_json(item_dir / step_files.JSON).get(
+    "positions", ()
+  )
+  if len(positions) != (1 if items.is_global(data) else jax.process_count()):
+    raise ValueError(
+      f"{item_dir} has the positions of {len(positions)} processes, and this "
+      f"program has {jax.process_count()}: only an iterator with "
+      "position_is_global = True saves one position, and restores it in any "
+      "number of processes."
+    )
+  position = positions[0 if items.is_global(data) else jax.process_index()]
+  is_bytes = isinstance(data.get_state(), bytes)
+  return position.encode("latin-1") if is_bytes else position
 
 
 def check_same(where: Any, state: items.States) -> None:
@@ -152,13 +177,13 @@ def check_same(where: Any, state: items.States) -> None:
   Raises:
     ValueError: The states differ; the message names the first difference.
   """
-  metadata = digests.read_metadata(where)
+  metadata = step_files.read_metadata(where)
   if metadata is None:
     return
   difference = None
   if metadata["state_step"] != (step := items.step_of(state)):
     difference = f"state.step is {step}, {metadata['state_step']} was saved"
-  saved = reader.open_unverified(steps.as_path(where))
+  saved = reader.open_unverified(where)
   for name, part in items.by_name(state).items():
     wanted = trees.leaves_by_path(_template(part))
     difference = difference or _difference(reader.part(saved, name), wanted)
@@ -182,19 +207,10 @@ def sources(saved: Leaves, wanted: Leaves) -> dict[Path, Path]:
   """
   found = {path: path for path in wanted if path in saved}
   for path in saved:
-    here = _path_here(path)
+    here = LAYOUTS.get(path, reader.unboxed(path))
     if here in wanted and path not in wanted:
       found.setdefault(here, path)
   return found
-
-
-def _path_here(path: Path) -> Path:
-  """Returns the path here of a leaf in another program's layout, or `()`."""
-  name = "/".join(path)
-  for pattern, here in LAYOUTS:
-    if match := pattern.fullmatch(name):
-      return tuple(match.expand(here).split("/"))
-  return ()
 
 
 class _Plan:
@@ -225,13 +241,14 @@ class _Plan:
     """Notes that a wrapper makes its state, unless it is as it was saved."""
     name = wrapper.name
     at = (WRAPPER_STATES, name)
-    saved, wanted = _below(self._saved, at), _below(self._wanted, at)
+    saved = reader.below(self._saved, at)
+    wanted = reader.below(self._wanted, at)
     difference = _difference(saved, wanted)
     if not wanted or not difference:
       return
     if not saved:
       difference = None
-      fields = {source[0] for source in _below(self._sources, at).values()}
+      fields = {path[0] for path in reader.below(self._sources, at).values()}
       for field in fields:
         self._note(f"its field {field!r} becomes the state of wrapper {name!r}")
       if not fields:
@@ -258,7 +275,7 @@ class _Plan:
         continue
       if is_state:
         left.add(f"a state of wrapper {path[1]!r}")
-      elif _path_here(path)[:1] == (WRAPPER_STATES,):
+      elif path in LAYOUTS:
         left.add(f"a field {path[0]!r}")
       elif leaf.is_number and path[0] not in fields:
         # Programs save numbers of their own beside the state, as an epoch.
@@ -287,31 +304,23 @@ class _Plan:
         for path, source in self._sources.items()
       },
     )
-    restored: Any = self._unflatten(leaves)
-    target = base.Target(
-      restored.step,
-      restored.params,
-      restored.opt_state,
-      fields_lib.collections(restored),
-      wrapper_states={},
-      new_collections={},
-    )
+    restored = self._unflatten(leaves)
     for wrapper, difference in self._new.values():
-      leaves = self._make_state(wrapper, difference, target) | leaves
+      leaves = self._make_state(wrapper, difference, restored) | leaves
     # Orbax returns arrays that are complete; so does this function.
     restored = jax.block_until_ready(self._unflatten(leaves))
     # Every replica gets the one value of a `PerReplica`.
     return values.broadcast_to_replicas(restored, self._state)
 
   def _make_state(
-    self, wrapper: base.Base, difference: str | None, target: base.Target
+    self, wrapper: base.Base, difference: str | None, restored: TrainState
   ) -> dict[Path, jax.Array]:
     """Returns the leaves of a new state of a wrapper, by path.
 
     Args:
       wrapper: The wrapper.
       difference: How the saved state differs; None if there is none.
-      target: The restored step, parameters, optimizer state and collections.
+      restored: The restored state; what is not made yet is abstract.
 
     Raises:
       ValueError: The wrapper's `restart` returns a tree unlike its state.
@@ -319,19 +328,19 @@ class _Plan:
     wrappers, name = (wrapper,), wrapper.name
     template = self._template.wrapper_states[name]
     wanted = trees.leaves_by_path(template)
-    # Without the axis of the replicas, which may be others than those saved.
-    shapes, replicas = {path: x.shape for path, x in wanted.items()}, 1
+    found = reader.below(self._saved, (WRAPPER_STATES, name))
     mask = jax.tree.leaves(base.per_replica_mask(wrapper, template))
-    for path, is_local in zip(wanted, mask, strict=True):
-      if is_local:
-        replicas, *shape = shapes[path]
-        shapes[path] = tuple(shape)
+    # Without the axis of the replicas, which may be others than those saved.
+    shapes, replicas = {}, 1
     # Of use are the replicated leaves, and the scalars of the replicas.
     useful = {}
-    for path, leaf in _below(self._saved, (WRAPPER_STATES, name)).items():
-      if path not in wanted or leaf.dtype != wanted[path].dtype:
+    for (path, x), is_local in zip(wanted.items(), mask, strict=True):
+      shapes[path] = shape = x.shape[int(is_local) :]
+      if is_local:
+        replicas = x.shape[0]
+      leaf = found.get(path)
+      if leaf is None or leaf.dtype != x.dtype:
         continue
-      x, shape = wanted[path], shapes[path]
       if leaf.shape == shape or (not shape and len(leaf.shape) == 1):
         # The mesh may not divide another number of replicas.
         like = x if leaf.shape == x.shape else self._template.step
@@ -340,6 +349,14 @@ class _Plan:
           jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=like.sharding),
         )
     saved = reader.read(self._where, useful)
+    target = base.Target(
+      restored.step,
+      restored.params,
+      restored.opt_state,
+      fields_lib.collections(restored),
+      wrapper_states={},
+      new_collections={},
+    )
 
     def make(target: base.Target, saved: Mapping[Path, jax.Array]) -> PyTree:
       first = stack.init(
@@ -411,12 +428,6 @@ def _template(state: TrainState) -> TrainState:
     describe, state, is_leaf=values.is_per_replica
   )
   return abstract
-
-
-def _below(leaves: Leaves, at: Path) -> dict[Path, Any]:
-  """Returns the leaves whose path begins with `at`, by the rest of it."""
-  n = len(at)
-  return {path[n:]: x for path, x in leaves.items() if path[:n] == at}
 
 
 def _difference(saved: Mapping[Path, SavedLeaf], wanted: Leaves) -> str | None:

@@ -1,4 +1,4 @@
-"""Finds the steps in a directory, and the items of a step, by their names.
+"""The steps of a directory: finds them, and reads the newest whole one.
 
 run/checkpoints/1200/default/   an item of a step of an Orbax manager
                 checkpoint_7    a step of `flax.training.checkpoints`
@@ -7,116 +7,76 @@ run/checkpoints/1200/default/   an item of a step of an Orbax manager
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 import contextlib
-import os
+import logging
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from etils import epath
+import jax
 
-from flaxshard.core import checks
+from flaxshard.checkpoint import step_files
+from flaxshard.checkpoint.step_files import Directory
 from flaxshard.core import files
+from flaxshard.core import multihost
 
-# An epath.Path, for whose methods there are no types.
-Directory = Any
+_log = logging.getLogger(__name__)
 
-# A manager may use a prefix and leading zeros.
-ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?", re.ASCII)
-# Those of `Checkpointer`, and of Flax.
+_T = TypeVar("_T")
+
+# The names of the steps of `Checkpointer`, and of Flax.
 OURS = re.compile(r"(?:checkpoint_)?(0|[1-9]\d*)", re.ASCII)
 
-# The items of a step. Without one called `state`, Orbax v1 takes the first for
-# the train state, so the others sort after `default`.
-PLAIN = ("default", "state", "pytree")  # the train state, by any program
-WRAPPERS = "wrappers"
-FLAXSHARD = "flaxshard"  # what wrote the step, and its digests
-POSITION = "input_iterator"  # where the data stands
-METRICS = "metrics"  # Orbax's name of the item and of the file in it
-
-# A bucket cannot rename a step once it is complete: it has its final name from
-# the start, and Orbax writes this file into it last.
-COMMIT_MARK = "commit_success.txt"
-# Elsewhere, a step has this after its number until it is complete.
-UNFINISHED = ".orbax-checkpoint-tmp"
-
-_TREE_METADATA = "_METADATA"  # Orbax's file in each tree of arrays
 _CHECKPOINTS = "checkpoints"  # where a workdir has its steps
 
 
-def as_path(path: Any) -> Directory:
+def as_path(path: files.Path) -> Directory:
   """Returns an absolute path, on a file system or in a bucket."""
   return epath.Path(files.absolute(path))  # Orbax takes only absolute paths
 
 
-def find(directory: Any, names: re.Pattern[str] = ANY) -> dict[int, Directory]:
+def find(
+  directory: files.Path, names: re.Pattern[str] = step_files.NAME
+) -> dict[int, Directory]:
   """Returns the path of each complete step in a directory, in their order.
 
   Only the names of entries are looked at. `7` precedes `checkpoint_7`.
 
   Args:
     directory: The directory to list.
-    names: The names that count as steps: `ANY` or `OURS`.
+    names: The names that count as steps: `step_files.NAME` or `OURS`.
   """
-  directory = as_path(directory)
+  path = as_path(directory)
   entries: list[Directory] = []
-  if directory.is_dir():
+  if path.is_dir():
     # Another process may have deleted it meanwhile.
     with contextlib.suppress(FileNotFoundError):
-      entries = sorted(directory.iterdir())
+      entries = sorted(path.iterdir())
   found: dict[int, Directory] = {}
   for path in entries:
     match = names.fullmatch(path.name)
     may_be_unfinished = files.is_bucket(path) and path.name.isdigit()
-    if match and (not may_be_unfinished or is_complete(path)):
+    if match and (not may_be_unfinished or step_files.is_complete(path)):
       found.setdefault(int(match[1]), path)
   return dict(sorted(found.items()))
 
 
-def is_complete(step_dir: files.Path) -> bool:
-  """Returns whether the directory of a step exists and is no unfinished save.
-
-  Args:
-    step_dir: Path of the directory with the final name.
-  """
-  if files.is_bucket(step_dir):
-    return epath.Path(os.path.join(step_dir, COMMIT_MARK)).exists()
-  return os.path.isdir(step_dir)
-
-
-def unfinished(directory: str, step: int) -> Directory:
-  """Returns the path of a step of `Checkpointer` while it is written."""
-  suffix = "" if files.is_bucket(directory) else UNFINISHED
-  return epath.Path(os.path.join(directory, f"{step}{suffix}"))
-
-
-def items(step_dir: Any) -> dict[str, Directory]:
-  """Returns the path of each tree that Orbax wrote into a step, by name."""
-  where = as_path(step_dir)
-  entries = sorted(where.iterdir()) if where.is_dir() else []
-  return {path.name: path for path in entries if is_tree(path)}
-
-
-def is_tree(path: Directory) -> bool:
-  """Returns whether a directory is a tree that Orbax wrote."""
-  return bool((path / _TREE_METADATA).exists())
-
-
-def is_step(path: Any) -> bool:
+def is_step(path: Directory) -> bool:
   """Returns whether a path is one checkpoint, not a directory of several."""
-  path = as_path(path)
-  if path.is_file() or is_tree(path):
+  if path.is_file() or step_files.is_tree(path):
     return True
-  return any(not ANY.fullmatch(name) for name in items(path))
+  trees = step_files.trees_in(path)
+  return any(not step_files.NAME.fullmatch(name) for name in trees)
 
 
-def number_of(path: Any) -> int | None:
+def number_of(path: Directory) -> int | None:
   """Returns the number of a step, if a path is one step, not several."""
-  path = as_path(path)
   match = OURS.fullmatch(path.name)
   return int(match[1]) if match and is_step(path) else None
 
 
-def directory_of_steps(path: Any) -> Directory:
+def directory_of_steps(path: files.Path) -> Directory:
   """Returns a directory of steps: a path itself, or that of a workdir."""
   directory = as_path(path)
   in_workdir = directory / _CHECKPOINTS
@@ -125,27 +85,117 @@ def directory_of_steps(path: Any) -> Directory:
   return directory
 
 
-def describe_missing(path: Any) -> str:
-  """Returns why a path has no steps.
-
-  Args:
-    path: A path without steps.
-
-  Example:
-    >>> import pathlib, tempfile
-    >>> runs = pathlib.Path(tempfile.mkdtemp())
-    >>> (runs / "digits").mkdir()
-    >>> describe_missing(runs / "digitz")
-    "there is no such path. Did you mean 'digits'?"
-    >>> describe_missing(runs / "digits")
-    'it has no steps.'
-  """
-  directory = as_path(path)
+def describe_missing(directory: Directory) -> str:
+  """Returns why a path has no steps."""
   if not directory.exists():
-    parent = directory.parent
-    names = [p.name for p in parent.iterdir()] if parent.is_dir() else []
-    hint = checks.did_you_mean(directory.name, names)
-    return f"there is no such path.{hint}"
+    return "there is no such path."
   if is_step(directory):
     return "it is a file or a step, not a directory of steps."
   return "it has no steps."
+
+
+def look(directory: files.Path) -> tuple[dict[int, Directory], set[int]]:
+  """Returns the path of each step, and which steps are visibly damaged.
+
+  They are the steps of `Checkpointer` and of `flax.training.checkpoints`.
+
+  Args:
+    directory: Path of the directory of the steps.
+  """
+  found, damaged = find(directory, OURS), set()
+  for number, path in found.items():
+    try:
+      step_files.check(path)
+    except step_files.Damaged:
+      damaged.add(number)
+  return found, damaged
+
+
+def read(
+  path: files.Path,
+  step: int | None,
+  read_step: Callable[[Directory], _T],
+  list_steps: Callable[[], Mapping[int, Directory]] | None = None,
+  damaged: set[int] | None = None,
+) -> tuple[Any, _T]:
+  """Reads the step at a path, or the newest of a directory that is not damaged.
+
+  Another program may save in the directory at the same time, and delete steps
+  that are being read. Then the steps are listed again.
+
+  Args:
+    path: A step, a directory of steps, or a workdir.
+    step: The only step to read; None means the newest.
+    read_step: Reads the step at a path, or raises `Damaged`.
+    list_steps: Returns the path of each step in the directory `path`; None
+      finds them.
+    damaged: Gets the numbers of the steps that were found to be damaged.
+
+  Returns:
+    The number of the step, None for a file without one, and what `read_step`
+    returned.
+
+  Raises:
+    ValueError: There is no such step, or it is damaged, or all are, or the
+      processes find different steps.
+  """
+  directory = as_path(path)
+  if list_steps is None:
+    number = number_of(directory)
+    if is_step(directory) and step in (None, number):
+      return number, read_step(directory)
+    directory = directory_of_steps(path)
+    list_steps = lambda: find(directory)
+  found = list_steps()
+  multihost.check_agreement(
+    {"the steps that they find": sorted(found)},
+    f"All processes must read the same directory; this one reads {directory}.",
+  )
+  if not found:
+    missing = describe_missing(directory)
+    raise ValueError(f"no checkpoint in {directory}: {missing}")
+  if step is not None and step not in found:
+    raise ValueError(
+      f"no checkpoint of step {step} in {directory}; there are {sorted(found)}."
+    )
+  failures: dict[int, str] = {}
+  while remaining := found.keys() - failures.keys():
+    number = max(remaining) if step is None else step
+    try:
+      return number, read_step(found[number])
+    except Exception as e:
+      error = _find_damage(found[number], e)
+      if error is None:
+        raise
+      failures[number] = str(error)
+      if damaged is not None:
+        damaged.add(number)
+      if step is not None:
+        raise error from e
+      _log.warning("step %d is damaged, passed over: %s", number, error)
+    # All processes must read the same step, so they list the steps once.
+    if jax.process_count() == 1:
+      found = list_steps()
+  raise ValueError(
+    f"{directory} has no checkpoint that is complete: "
+    + " ".join(failures.values())
+  )
+
+
+def _find_damage(where: Any, error: Exception) -> step_files.Damaged | None:
+  """Returns the damage of a step that caused an error, if there is any.
+
+  Another program may delete a step while it is read, file by file: what Orbax
+  then raises depends on the file.
+  """
+  if isinstance(error, step_files.Damaged):
+    return error
+  # The processes of one program may see different moments of it. If this
+  # process cannot read the files, the first error says why.
+  if jax.process_count() == 1:
+    with contextlib.suppress(OSError):
+      try:
+        step_files.verify(where, contents=False)
+      except step_files.Damaged as e:
+        return e
+  return None

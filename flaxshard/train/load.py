@@ -14,7 +14,7 @@ from etils import epath
 import jax
 import ml_collections
 
-from flaxshard.checkpoint import choose
+from flaxshard.checkpoint import keep
 from flaxshard.checkpoint import restoring
 from flaxshard.checkpoint import steps
 from flaxshard.core import checks
@@ -151,7 +151,7 @@ def load(
   if values is None or shapes is None:
     hint = "it has no config.json or no data.json."
     if not epath.Path(workdir).is_dir():
-      hint = steps.describe_missing(workdir)
+      hint = steps.describe_missing(steps.as_path(workdir))
     raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
   # JSON has lists for the tuples of the config.
   config = config_lib.check(registry.to_plain(values))
@@ -160,7 +160,7 @@ def load(
     step = _best_step(config, workdir)
   elif step is not None:
     step = checks.integer("step", step, minimum=0)
-  restore = lambda: choose.read(
+  restore = lambda: steps.read(
     workdir,
     step,
     lambda path: restoring.restore_step(path, setup.abstract_state),
@@ -255,8 +255,8 @@ def _best_step(config: Any, workdir: str) -> int:
     )
   with multihost.raise_on_all_processes(ValueError):
     mode = config_lib.resolve_mode(metric, config.best_mode)
-    ranking = choose.Keep(best_metric=metric, best_mode=mode)
-    number = choose.best_step(workdir, ranking)
+    ranking = keep.Keep(best_metric=metric, best_mode=mode)
+    number = keep.best_step(workdir, ranking)
     if number is None:
       raise ValueError(
         f"step='best': no checkpoint in {workdir} has a finite {metric}."

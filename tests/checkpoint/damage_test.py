@@ -20,7 +20,7 @@ import pytest
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard.checkpoint import __main__ as inspection
-from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import step_files
 
 
 @functools.cache
@@ -136,7 +136,7 @@ def test_every_file_has_its_size_and_crc32(saved):
     assert (len(content), zlib.crc32(content)) == (size, crc)
   items = ["default", "input_iterator", "wrappers"]
   assert {name.split("/")[0] for name in named} == {*items, "flaxshard"}
-  assert digests.read_metadata(step) == {
+  assert step_files.read_metadata(step) == {
     "flaxshard": fs.__version__,
     "jax": jax.__version__,
     "orbax": ocp.__version__,
@@ -159,10 +159,10 @@ def test_without_digests_only_sizes_are_compared(tmp_path):
     is_small = name.startswith(("flaxshard/", "input_iterator/"))
     assert (crc is not None) == is_small
   flipped(step / "default" / "manifest.ocdbt")
-  assert not digests.verify(step)
+  assert not step_files.verify(step)
   truncated_to_half(step / "default" / "manifest.ocdbt")
-  with pytest.raises(digests.Damaged, match=r"manifest\.ocdbt has "):
-    digests.verify(step)
+  with pytest.raises(step_files.Damaged, match=r"manifest\.ocdbt has "):
+    step_files.verify(step)
   # Restoring passes the damaged step over. The position of another step, which
   # has the same size, is damage too.
   with checkpoint.Checkpointer(tmp_path, digests=False) as checkpointer:
@@ -179,7 +179,7 @@ def test_without_digests_only_sizes_are_compared(tmp_path):
 )
 def test_every_damaged_file_is_named(path, damage):
   step = path / "3"
-  assert digests.verify(step)
+  assert step_files.verify(step)
   names = files(step)
   # Of Orbax's own metadata only the items are compared.
   if damage is flipped:
@@ -188,11 +188,11 @@ def test_every_damaged_file_is_named(path, damage):
   for name in names:
     content = (step / name).read_bytes()
     damage(step / name)
-    with pytest.raises(digests.Damaged) as e:
-      digests.verify(step)
+    with pytest.raises(step_files.Damaged) as e:
+      step_files.verify(step)
     assert str(e.value).startswith(f"{step / name} "), name
     (step / name).write_bytes(content)
-  assert digests.verify(step)
+  assert step_files.verify(step)
 
 
 def test_changed_digests_or_a_missing_item_are_damage(path):
@@ -201,12 +201,12 @@ def test_changed_digests_or_a_missing_item_are_damage(path):
   found["files"].pop("wrappers/_METADATA")
   for text in (json.dumps(found), "5", "{}", "[]", '{"files": {}}'):
     file.write_text(text)
-    with pytest.raises(digests.Damaged, match=r"digests\.json is not"):
-      digests.verify(path / "3")
+    with pytest.raises(step_files.Damaged, match=r"digests\.json is not"):
+      step_files.verify(path / "3")
   for step, item in ((1, "default"), (2, "wrappers"), (3, "flaxshard")):
     shutil.rmtree(path / str(step) / item)
-    with pytest.raises(digests.Damaged, match=rf"/{item} is missing"):
-      digests.verify(path / str(step))
+    with pytest.raises(step_files.Damaged, match=rf"/{item} is missing"):
+      step_files.verify(path / str(step))
 
 
 # Passing a damaged step over.
@@ -305,7 +305,7 @@ def test_damaged_step_is_renamed_when_it_is_saved_again(path, caplog):
   with checkpoint.Checkpointer(path) as checkpointer:
     assert list(checkpointer.all_steps()) == [1, 2, 3]
     assert_is(checkpointer.restore(initial()), 3)
-  assert digests.verify(path / "3")
+  assert step_files.verify(path / "3")
 
 
 def test_step_before_damaged_ones_can_be_saved(path):

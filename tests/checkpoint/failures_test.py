@@ -15,7 +15,7 @@ import xla_flags
 
 import flaxshard as fs
 from flaxshard import checkpoint
-from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import step_files
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -41,14 +41,14 @@ def assert_holds(path, value, step=None, size=3):
 
 def fail_at(monkeypatch, step):
   """Makes the save of one step fail when all its arrays are written."""
-  original = digests.write
+  original = step_files.write_digests
 
   def write(step_dir, contents):
     if f"{os.sep}{step}." in os.fspath(step_dir):
       raise OSError(28, "No space left on device")
     return original(step_dir, contents=contents)
 
-  monkeypatch.setattr(digests, "write", write)
+  monkeypatch.setattr(step_files, "write_digests", write)
 
 
 def test_failed_save_keeps_the_steps_it_would_have_replaced(path, monkeypatch):
@@ -74,7 +74,7 @@ def test_failed_save_keeps_the_steps_it_would_have_replaced(path, monkeypatch):
 
 
 def test_check_does_not_wait_for_a_save(path, monkeypatch):
-  original = digests.write
+  original = step_files.write_digests
   written = []
 
   def write(step_dir, contents):
@@ -82,7 +82,7 @@ def test_check_does_not_wait_for_a_save(path, monkeypatch):
     written.append(step_dir)
     return original(step_dir, contents=contents)
 
-  monkeypatch.setattr(digests, "write", write)
+  monkeypatch.setattr(step_files, "write_digests", write)
   with checkpoint.Checkpointer(path) as checkpointer:
     checkpointer.check()
     checkpointer.save(1, create())

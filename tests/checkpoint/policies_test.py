@@ -11,7 +11,7 @@ import tiny
 
 from flaxshard import checkpoint
 from flaxshard import train
-from flaxshard.checkpoint import choose
+from flaxshard.checkpoint import keep
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def preserved(kwargs, metrics):
   infos = [
     types.SimpleNamespace(step=step, metrics=m) for step, m in metrics.items()
   ]
-  kept = choose.Keep(**kwargs).should_preserve(infos, context=None)
+  kept = keep.Keep(**kwargs).should_preserve(infos, context=None)
   return [i.step for i, k in zip(infos, kept, strict=True) if k]
 
 

@@ -10,7 +10,7 @@ import tiny
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import step_files
 
 # Each step is saved, so that the kill interrupts a save.
 _ARGUMENTS = (
@@ -46,7 +46,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
     program.kill()
     # The newest three are kept; an older one may be half deleted.
     for step in saved_steps(killed)[-3:]:
-      assert digests.verify(str(killed / "checkpoints" / str(step)))
+      assert step_files.verify(str(killed / "checkpoints" / str(step)))
     for program in (start("whole"), start("killed")):
       program.end()
   states = (fs.load(tmp_path / name).state for name in ("killed", "whole"))

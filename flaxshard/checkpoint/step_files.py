@@ -1,13 +1,12 @@
-"""Digests of a step's files: writes them, and compares the files with them.
+"""The files of one step: the names of its items, and digests of all files.
 
-    checkpoints/1200/flaxshard/metadata       versions, wrappers, config (JSON)
+    checkpoints/1200/default/, wrappers/      trees of arrays
+                     flaxshard/metadata       versions, wrappers, config (JSON)
                                digests.json   size and crc32 of every file
 
 Orbax has no checksum of its data: it returns wrong values for a flipped bit. So
 the last file of a step has the size and the crc32 of all others. In a bucket,
-which has checksums of its own, only sizes are compared. The name of the item
-sorts after `default`: a program that reads the first item of a step reads the
-train state. Without flaxshard, `ocp.args.JsonRestore` reads `metadata`.
+which has checksums of its own, only sizes are compared.
 """
 
 from __future__ import annotations
@@ -15,26 +14,46 @@ from __future__ import annotations
 from concurrent import futures
 import json
 import logging
-import os
+import re
 from typing import Any
 import zlib
 
 from etils import epath
 
-from flaxshard.checkpoint import steps
 from flaxshard.core import files as files_lib
 
 _log = logging.getLogger(__name__)
 
-METADATA = "metadata"
+# An epath.Path, for whose methods there are no types.
+Directory = Any
+
+# The name of a step. A manager may use a prefix and leading zeros.
+NAME = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?", re.ASCII)
+
+# The items of a step. Without one called `state`, Orbax v1 takes the first for
+# the train state, so the others sort after `default`.
+PLAIN = ("default", "state", "pytree")  # the train state, by any program
+WRAPPERS = "wrappers"
+FLAXSHARD = "flaxshard"  # what wrote the step, and its digests
+POSITION = "input_iterator"  # where the data stands
+METRICS = "metrics"  # Orbax's name of the item and of the file in it
+JSON = "metadata"  # Orbax's name of the file in other items of JSON
+
+# A bucket cannot rename a step once it is complete: it has its final name from
+# the start, and Orbax writes this file into it last.
+COMMIT_MARK = "commit_success.txt"
+# Elsewhere, a step has this after its number until it is complete.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
 _DIGESTS = "digests.json"
-_STEP_METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's items
+_TREE_METADATA = "_METADATA"  # Orbax's file in each tree of arrays
+_STEP_METADATA = "_CHECKPOINT_METADATA"  # its file of a step's items
 
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
 # TensorStore writes a file under a name with the first suffix, and renames it.
 # Of the marks nothing is read.
-_UNCOMPARED = (".__lock", steps.COMMIT_MARK)
+_UNCOMPARED = (".__lock", COMMIT_MARK)
 
 # Errors of a file that is not what was saved. Others, such as too many open
 # files or no permission, say nothing of the file, and are raised as they are.
@@ -48,42 +67,61 @@ class Damaged(ValueError):
   """A step differs from what was saved; the message names the file."""
 
 
-def read_bytes(path: Any) -> bytes:
-  """Returns the content of a file.
+def is_complete(step_dir: files_lib.Path) -> bool:
+  """Returns whether the directory of a step exists and is no unfinished save.
 
   Args:
-    path: Path of the file.
+    step_dir: Path of the directory with the final name.
+  """
+  path: Directory = epath.Path(step_dir)
+  if files_lib.is_bucket(path):
+    return bool((path / COMMIT_MARK).exists())
+  return bool(path.is_dir())
+
+
+def unfinished(directory: str, step: int) -> Directory:
+  """Returns the path of a step of `Checkpointer` while it is written."""
+  suffix = "" if files_lib.is_bucket(directory) else _UNFINISHED
+  return epath.Path(directory) / f"{step}{suffix}"
+
+
+def trees_in(step_dir: Directory) -> dict[str, Directory]:
+  """Returns the path of each tree that Orbax wrote into a step, by name."""
+  entries = sorted(step_dir.iterdir()) if step_dir.is_dir() else []
+  return {path.name: path for path in entries if is_tree(path)}
+
+
+def is_tree(path: Directory) -> bool:
+  """Returns whether a directory is a tree that Orbax wrote."""
+  return bool((path / _TREE_METADATA).exists())
+
+
+def read_json(path: Directory) -> dict[str, Any]:
+  """Returns the object in a JSON file.
 
   Raises:
-    Damaged: The file is missing.
-    OSError: This process cannot read the file.
+    Damaged: The file is missing, or has no object.
+    OSError: This process cannot read it.
   """
   try:
-    return bytes(epath.Path(path).read_bytes())
+    return dict(json.loads(path.read_bytes()))
   except _MISSING as e:
     raise Damaged(f"{path} is missing.") from e
-
-
-def read_json(path: Any) -> dict[str, Any]:
-  """Returns the object in a JSON file; raises `Damaged` if it has none."""
-  text = read_bytes(path)
-  try:
-    return dict(json.loads(text))
   # The last one if it is nested too deep.
   except (ValueError, TypeError, RecursionError) as e:
     raise Damaged(f"{path} is not a JSON object: {e}.") from e
 
 
-def read_metadata(step_dir: Any) -> dict[str, Any] | None:
+def read_metadata(step_dir: Directory) -> dict[str, Any] | None:
   """Returns the metadata of a step; None if flaxshard did not write it."""
-  path = steps.as_path(step_dir) / steps.FLAXSHARD / METADATA
+  path = step_dir / FLAXSHARD / JSON
   return read_json(path) if path.exists() else None
 
 
 # -- Writing.
 
 
-def write(step_dir: Any, *, contents: bool) -> None:
+def write_digests(step_dir: Directory, *, contents: bool) -> None:
   """Writes the digests of a step as its last file, in process 0.
 
   Args:
@@ -91,13 +129,13 @@ def write(step_dir: Any, *, contents: bool) -> None:
     contents: Whether to read all files for their crc32. Otherwise only the
       small ones are read that may have one size in two steps.
   """
-  small = (f"{steps.FLAXSHARD}/", f"{steps.POSITION}/")
+  small = (f"{FLAXSHARD}/", f"{POSITION}/")
 
   def digest(name: str) -> Digest:
-    path = os.path.join(step_dir, name)
-    return _digest(path, contents or name.startswith(small))
+    return _digest(step_dir / name, contents or name.startswith(small))
 
-  names = [os.path.relpath(p, step_dir) for p in files_lib.files_in(step_dir)]
+  paths = files_lib.files_in(step_dir)
+  names = [str(path.relative_to(step_dir)) for path in paths]
   # Orbax writes its own metadata and the marks once more.
   names = [
     n for n in names if n != _STEP_METADATA and not n.endswith(_UNCOMPARED)
@@ -107,15 +145,15 @@ def write(step_dir: Any, *, contents: bool) -> None:
     digests = dict(zip(names, pool.map(digest, names), strict=True))
   content = {"files": digests, "crc32": _crc_of(digests)}
   text = json.dumps(content, indent=1)
-  (epath.Path(step_dir) / steps.FLAXSHARD / _DIGESTS).write_text(text)
+  (step_dir / FLAXSHARD / _DIGESTS).write_text(text)
 
 
-def _digest(path: Any, contents: bool) -> Digest:
+def _digest(path: Directory, contents: bool) -> Digest:
   """Returns the size and, if it is to be read, the crc32 of a file."""
   if not contents:
-    return [epath.Path(path).stat().length, None]
+    return [path.stat().length, None]
   size, crc = 0, 0
-  with epath.Path(path).open("rb") as f:
+  with path.open("rb") as f:
     while chunk := f.read(_CHUNK_BYTES):
       crc = zlib.crc32(chunk, crc)
       size += len(chunk)
@@ -131,20 +169,19 @@ def _crc_of(digests: Any) -> int:
 # -- Comparing.
 
 
-def check(step_dir: Any) -> None:
+def check(where: Directory) -> None:
   """Compares what is read of every step, without its digests.
 
   Orbax's manager reads the metrics and the metadata of all steps, and raises
   without naming the file if one is damaged.
 
   Args:
-    step_dir: Path of the directory of the step.
+    where: Path of the directory of the step.
 
   Raises:
     Damaged: The step is missing, empty or was saved under another number, an
       item is missing, or one of these files cannot be read.
   """
-  where = steps.as_path(step_dir)
   if where.is_file():
     return  # Flax writes a state as one file
   if not where.is_dir():
@@ -159,9 +196,9 @@ def check(step_dir: Any) -> None:
     for item in sorted(items) if isinstance(items, dict) else ():
       if not (where / item).is_dir():
         raise Damaged(f"{where / item} is missing; {_STEP_METADATA} has it.")
-  if (where / steps.METRICS / steps.METRICS).exists():
-    read_json(where / steps.METRICS / steps.METRICS)
-  match = steps.ANY.fullmatch(where.name)
+  if (where / METRICS / METRICS).exists():
+    read_json(where / METRICS / METRICS)
+  match = NAME.fullmatch(where.name)
   saved = (metadata or {}).get("step")
   # The position of the data, the metrics and a schedule are those of its step.
   if match and saved not in (None, int(match[1])):
@@ -172,7 +209,11 @@ def check(step_dir: Any) -> None:
 
 
 def verify(
-  step_dir: Any, part: int = 0, parts: int = 1, *, contents: bool = True
+  step_dir: files_lib.Path,
+  part: int = 0,
+  parts: int = 1,
+  *,
+  contents: bool = True,
 ) -> bool:
   """Compares the files of a step with their digests.
 
@@ -202,9 +243,9 @@ def verify(
     >>> verify(step)  # a step without digests
     False
   """
-  where = steps.as_path(step_dir)
+  where: Directory = epath.Path(step_dir)
   check(where)
-  path = where / steps.FLAXSHARD / _DIGESTS
+  path = where / FLAXSHARD / _DIGESTS
   if not path.parent.is_dir():
     _log.info("%s has no digests: it is read without a check", where)
     return False

@@ -1,25 +1,18 @@
-"""Chooses the steps to keep, the best one, and the one to restore."""
+"""Which steps to keep, and which one is the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import contextlib
 import dataclasses
-import logging
 import math
-from typing import Any, TypeVar
+from typing import Any
 
-import jax
 from orbax.checkpoint import checkpoint_managers
 
-from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import step_files
 from flaxshard.checkpoint import steps
 from flaxshard.core import checks
-from flaxshard.core import multihost
-
-_log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,23 +122,6 @@ def _is_finite(value: Any) -> bool:
   return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def look(directory: Any) -> tuple[dict[int, Any], set[int]]:
-  """Returns the path of each step, and which steps are visibly damaged.
-
-  They are the steps of `Checkpointer` and of `flax.training.checkpoints`.
-
-  Args:
-    directory: Path of the directory of the steps.
-  """
-  found, damaged = steps.find(directory, steps.OURS), set()
-  for number, path in found.items():
-    try:
-      digests.check(path)
-    except digests.Damaged:
-      damaged.add(number)
-  return found, damaged
-
-
 def best_step(
   directory: Any, keep: Keep, damaged: Collection[int] = ()
 ) -> int | None:
@@ -161,102 +137,14 @@ def best_step(
   Returns:
     The step; None if no step has a finite value of the metric.
   """
-  found, unreadable = look(steps.directory_of_steps(directory))
+  found, unreadable = steps.look(steps.directory_of_steps(directory))
   best = -math.inf, -1
   for step in found.keys() - unreadable - {*damaged}:
     # Without metrics, or just deleted.
-    with contextlib.suppress(digests.Damaged):
-      metrics = digests.read_json(found[step] / steps.METRICS / steps.METRICS)
+    with contextlib.suppress(step_files.Damaged):
+      metrics = step_files.read_json(
+        found[step] / step_files.METRICS / step_files.METRICS
+      )
       best = max(best, (keep.rank(metrics), step))
   rank, step = best
   return None if rank == -math.inf else step
-
-
-def read(
-  path: Any,
-  step: int | None,
-  read_step: Callable[[Any], _T],
-  list_steps: Callable[[], Mapping[int, Any]] | None = None,
-  damaged: set[int] | None = None,
-) -> tuple[Any, _T]:
-  """Reads the step at a path, or the newest of a directory that is not damaged.
-
-  Another program may save in the directory at the same time, and delete steps
-  that are being read. Then the steps are listed again.
-
-  Args:
-    path: A step, a directory of steps, or a workdir.
-    step: The only step to read; None means the newest.
-    read_step: Reads the step at a path, or raises `digests.Damaged`.
-    list_steps: Returns the path of each step in the directory `path`; None
-      finds them.
-    damaged: Gets the numbers of the steps that were found to be damaged.
-
-  Returns:
-    The number of the step, None for a file without one, and what `read_step`
-    returned.
-
-  Raises:
-    ValueError: There is no such step, or it is damaged, or all are, or the
-      processes find different steps.
-  """
-  directory = steps.as_path(path)
-  if list_steps is None:
-    number = steps.number_of(path)
-    if steps.is_step(path) and step in (None, number):
-      return number, read_step(directory)
-    directory = steps.directory_of_steps(path)
-    list_steps = lambda: steps.find(directory)
-  found = list_steps()
-  multihost.check_agreement(
-    {"the steps that they find": sorted(found)},
-    f"All processes must read the same directory; this one reads {directory}.",
-  )
-  if not found:
-    missing = steps.describe_missing(directory)
-    raise ValueError(f"no checkpoint in {directory}: {missing}")
-  if step is not None and step not in found:
-    raise ValueError(
-      f"no checkpoint of step {step} in {directory}; there are {sorted(found)}."
-    )
-  failures: dict[int, str] = {}
-  while remaining := found.keys() - failures.keys():
-    number = max(remaining) if step is None else step
-    try:
-      return number, read_step(found[number])
-    except Exception as e:
-      error = _find_damage(found[number], e)
-      if error is None:
-        raise
-      failures[number] = str(error)
-      if damaged is not None:
-        damaged.add(number)
-      if step is not None:
-        raise error from e
-      _log.warning("step %d is damaged, passed over: %s", number, error)
-    # All processes must read the same step, so they list the steps once.
-    if jax.process_count() == 1:
-      found = list_steps()
-  raise ValueError(
-    f"{directory} has no checkpoint that is complete: "
-    + " ".join(failures.values())
-  )
-
-
-def _find_damage(where: Any, error: Exception) -> digests.Damaged | None:
-  """Returns the damage of a step that caused an error, if there is any.
-
-  Another program may delete a step while it is read, file by file: what Orbax
-  then raises depends on the file.
-  """
-  if isinstance(error, digests.Damaged):
-    return error
-  # The processes of one program may see different moments of it. If this
-  # process cannot read the files, the first error says why.
-  if jax.process_count() == 1:
-    with contextlib.suppress(OSError):
-      try:
-        digests.verify(where, contents=False)
-      except digests.Damaged as e:
-        return e
-  return None
