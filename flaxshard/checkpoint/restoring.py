@@ -40,7 +40,7 @@ S = TypeVar("S", bound=items.States)
 
 # Where Flax's `DynamicScale`, a field `dynamic_scale` in its ImageNet and WMT
 # examples, keeps the state of `LossScale`.
-LAYOUTS = {
+LAYOUTS: Mapping[Path, Path] = {
   ("dynamic_scale", "scale"): (WRAPPER_STATES, "loss_scale", "scale"),
   ("dynamic_scale", "fin_steps"): (WRAPPER_STATES, "loss_scale", "good_steps"),
 }
@@ -313,7 +313,7 @@ class _Plan:
     return values.broadcast_to_replicas(restored, self._state)
 
   def _make_state(
-    self, wrapper: base.Base, difference: str | None, restored: TrainState
+    self, wrapper: base.Base, difference: str | None, restored: Any
   ) -> dict[Path, jax.Array]:
     """Returns the leaves of a new state of a wrapper, by path.
 

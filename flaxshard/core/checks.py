@@ -218,17 +218,18 @@ def differences(
 
   Args:
     a: A value, or a dict.
-    b: Another one. A missing key counts as None.
+    b: Another one. A missing key has the value `"<missing>"`.
     path: Their own path.
 
   Example:
-    >>> list(differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}))
-    [('a.b', 1, 3)]
+    >>> list(differences({"a": {"b": 1}, "c": None}, {"a": {"b": 3}}))
+    [('a.b', 1, 3), ('c', None, '<missing>')]
   """
+  missing = "<missing>"
   if isinstance(a, Mapping) and isinstance(b, Mapping):
     for key in {**a, **b}:
       below = f"{path}.{key}" if path else key
-      yield from differences(a.get(key), b.get(key), below)
+      yield from differences(a.get(key, missing), b.get(key, missing), below)
   elif a != b:
     yield path, a, b
 
