@@ -149,8 +149,10 @@ def main(argv: list[str]) -> None:
     # JAX and Orbax log many lines at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
 
-  verbose = FLAGS.verbosity > 0
-  with command_line.report_mistakes(verbose), console.show_log(always=True):
+  reported = command_line.report_mistakes(
+    FLAGS.verbosity > 0, " (--verbosity=1 shows the traceback.)"
+  )
+  with reported, console.show_log(always=True):
     if FLAGS.synchronize:
       commits.synchronize(FLAGS.workdir)
       return
@@ -159,13 +161,28 @@ def main(argv: list[str]) -> None:
     is_worker = ranks.store_agn(config) is not None
     if FLAGS.plan is not None:
       _print_plan(config, is_worker)
-      return
-    if FLAGS.local_processes:
+    elif FLAGS.local_processes:
       _run_local_processes(config, is_worker)
-    local.end_with_parent()
-    if is_worker:
-      _run_worker(config)
-      return
+    else:
+      _run(config, is_worker)
+
+
+def _run(config: Any, is_worker: bool) -> None:
+  """Trains, as one of the processes or of the workers of a run."""
+  local.end_with_parent()
+  options = {}
+  if is_worker:
+    _refuse(
+      ("coordinator_address", "heartbeat_timeout"),
+      "is for processes that JAX connects, not for the workers of an AGN with "
+      "transport='store': they meet in WORKDIR/center.",
+    )
+    options = {
+      "worker_id": FLAGS.process_id,
+      "num_workers": FLAGS.num_processes,
+      "start_timeout": FLAGS.initialization_timeout,
+    }
+  else:
     # Before anything touches a device.
     found = processes.initialize(
       FLAGS.coordinator_address,
@@ -178,23 +195,7 @@ def main(argv: list[str]) -> None:
       # absl prints the stacks of all threads at SIGABRT. They would hide JAX's
       # message of a process that is lost.
       faulthandler.disable()
-    loop.train_and_evaluate(config, FLAGS.workdir)
-
-
-def _run_worker(config: Any) -> None:
-  """Runs one of the workers of an AGN with a center in a store."""
-  _refuse(
-    ("coordinator_address", "heartbeat_timeout"),
-    "is for processes that JAX connects, not for the workers of an AGN with "
-    "transport='store': they meet in WORKDIR/center.",
-  )
-  loop.train_and_evaluate(
-    config,
-    FLAGS.workdir,
-    worker_id=FLAGS.process_id,
-    num_workers=FLAGS.num_processes,
-    start_timeout=FLAGS.initialization_timeout,
-  )
+  loop.train_and_evaluate(config, FLAGS.workdir, **options)
 
 
 def _print_plan(config: Any, is_worker: bool) -> None:

@@ -11,7 +11,6 @@ import os
 import runpy
 import signal
 import sys
-import traceback
 
 from absl import flags
 
@@ -63,25 +62,13 @@ def parse_flags(
     The program's name.
 
   Raises:
-    SystemExit: A flag, a field or the config file is wrong; the message names
-      it. Or what --list, --version and --help=config ask for is printed.
+    SystemExit: A flag or a field is wrong, or there is no such config; the
+      message names it. Or what --list, --version and --help=config ask for is
+      printed.
+    Exception: The code of the config raised it.
   """
-  try:
+  with report_mistakes():
     return _parse(argv, flag_values)
-  except flags.Error as error:
-    name = getattr(error, "flagname", None)
-    is_field = name in definition.FIELDS
-    hint = f" Did you mean --config.{name}?" if is_field else ""
-    message = f"{error}{hint} --help lists the flags."
-  except config_lib.ConfigFileError as error:
-    if error.__cause__:
-      # Python's own: it has the file and the line.
-      traceback.print_exception(error.__cause__)
-    message = f"--config={error}"
-  except ValueError as error:
-    message = str(error)
-  print(f"flaxshard: {message}", file=sys.stderr)
-  raise SystemExit(1)
 
 
 def _parse(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
@@ -91,7 +78,13 @@ def _parse(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
     print(config_text.help_text())
     raise SystemExit(0)
   arguments, fields = files.split_flags(arguments)
-  rest = flag_values([program, *arguments])
+  try:
+    rest = flag_values([program, *arguments])
+  except flags.Error as e:
+    name = getattr(e, "flagname", None)
+    is_field = name in definition.FIELDS
+    hint = f" Did you mean --config.{name}?" if is_field else ""
+    raise ValueError(f"{e}{hint} --help lists the flags.") from e
   if flag_values.version:
     print(f"flaxshard {VERSION}")
     raise SystemExit(0)
@@ -125,7 +118,7 @@ def _parse(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
 
 
 @contextlib.contextmanager
-def report_mistakes(verbose: bool) -> Iterator[None]:
+def report_mistakes(verbose: bool = False, hint: str = "") -> Iterator[None]:
   """Exits with the message of a mistake that flaxshard found.
 
   An error that other code raised keeps its traceback. After a failure among
@@ -135,6 +128,7 @@ def report_mistakes(verbose: bool) -> Iterator[None]:
 
   Args:
     verbose: Whether all errors keep their traceback.
+    hint: Follows the message of a mistake.
   """
   try:
     yield
@@ -142,7 +136,7 @@ def report_mistakes(verbose: bool) -> Iterator[None]:
     if verbose or not _is_raised_by_flaxshard(error):
       raise
     code = 1
-    message = f"flaxshard: {error} (--verbosity=1 shows the traceback.)"
+    message = f"flaxshard: {error}{hint}"
   except KeyboardInterrupt:
     if verbose:
       raise

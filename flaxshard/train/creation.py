@@ -13,6 +13,7 @@ import jax
 import optax
 
 from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import checks
 from flaxshard.core import patterns
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules as rules_lib
@@ -87,9 +88,7 @@ def plan_state(
     else:
       # An NNX module is not called.
       kwargs = {}
-    with errors_name_field(
-      f"{describe_model(config, task)} cannot be initialized"
-    ):
+    with errors_name_fields(config, task):
       return create_train_state(
         model,
         jax.random.key(config.seed),
@@ -160,20 +159,13 @@ def _sown_collections(state: TrainState) -> list[str]:
   ]
 
 
-def describe_model(config: Any, task: AdaptedTask) -> str:
-  """Returns the field or the method that a model comes from, for errors."""
-  if task.create_model is not None:
-    return f"the model of {task.name}"
-  return f"config.model ({config.model.name!r})"
-
-
 @contextlib.contextmanager
-def errors_name_field(context: str) -> Iterator[None]:
-  """Names the field of the config in errors of the user's model or rules.
+def errors_name_fields(config: Any, task: AdaptedTask) -> Iterator[None]:
+  """Names the model and the data in errors of the user's model or rules.
 
   Args:
-    context: What went wrong, such as `"config.model ('cnn') cannot be
-      initialized"`. Errors of rules and of patterns name their own fields.
+    config: A checked config.
+    task: Its task, which may make the model or the data.
   """
   try:
     yield
@@ -184,5 +176,12 @@ def errors_name_field(context: str) -> Iterator[None]:
       raise
     raise ValueError(f"config.mesh.{e}") from e
   except (TypeError, ValueError, ArithmeticError, LookupError) as e:
-    kind = TypeError if isinstance(e, TypeError) else ValueError
-    raise kind(f"{context}: {e}") from e
+    model = f"config.model ({config.model.get('name')!r})"
+    data = f"config.data ({config.data.get('name')!r})"
+    if task.create_model is not None:
+      model = f"the model of {task.name}"
+    if not config.data:
+      data = f"the data of {task.name}"
+    is_type_error = isinstance(e, TypeError)
+    kind = checks.ArgumentTypeError if is_type_error else ValueError
+    raise kind(f"{model} with {data}: {e}") from e

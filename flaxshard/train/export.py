@@ -38,12 +38,11 @@ from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import load as load_lib
+from flaxshard.train import same_run
 
 FUNCTION_FILE = "model.stablehlo"
 VARIABLES_FILE = "model.safetensors"
 DESCRIPTION_FILE = "model.json"
-
-PLATFORMS = ("cpu", "cuda", "tpu")
 
 
 def export(
@@ -52,7 +51,7 @@ def export(
   *,
   task: Any = None,
   example: Mapping[str, Any] | None = None,
-  platforms: Sequence[str] = PLATFORMS,
+  platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
   batch_size: int | None = None,
 ) -> dict[str, Any]:
   """Writes a trained model as files that a program without flaxshard runs.
@@ -124,7 +123,7 @@ def export(
     facts = {
       "step": source.step,
       "task": task.name,
-      "config": json.loads(source.config.to_json()),
+      "config": same_run.config_to_json(source.config),
     }
   variables, call = _flatten(state, task)
   exported = _export(call, variables, example, tuple(platforms), batch_size)
@@ -204,42 +203,40 @@ def _export(
     example: Arrays of an example or their shapes, without the batch dimension.
     platforms: Where it can run.
     batch_size: Examples in a batch; None: any number.
+
+  Raises:
+    ValueError: The model or JAX raises an error.
   """
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(variables)
-  )
 
   def export_with(
-    size: Any, keys: Sequence[str], platforms: tuple[str, ...]
+    size: Any, example: Mapping[str, Any], platforms: tuple[str, ...]
   ) -> jax_export.Exported:
     batch = {
       key: jax.ShapeDtypeStruct(
-        (size, *np.shape(example[key])),
-        jax.dtypes.canonicalize_dtype(trees.dtype_of(example[key])),
+        (size, *np.shape(x)),
+        jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
       )
-      for key in keys
+      for key, x in example.items()
     }
-    jitted = jax.jit(call)
-    return jax_export.export(jitted, platforms=platforms)(shapes, batch)
+    exported = jax_export.export(jax.jit(call), platforms=platforms)
+    return exported(variables, batch)
 
-  keys = sorted(example)
-  size: Any = batch_size
   hint = ""
-  if size is None:
-    (size,) = jax_export.symbolic_shape("batch")
+  if batch_size is None:
     hint = (
       " for any number of examples. In the code of the model, x.shape[0] may "
       "be any number, and len(x) may not. Or give the number: batch_size=1"
     )
   try:
     # Only a function for a fixed size drops the arguments that it does not use.
-    fixed = export_with(batch_size or 2, keys, platforms[:1])
-    # Arguments in the order of their names, first the variables.
-    used = [
-      key
-      for i, key in enumerate(keys, start=len(variables))
+    # They are in the order of their names, first the variables.
+    fixed = export_with(batch_size or 2, example, platforms[:1])
+    used = {
+      key: example[key]
+      for i, key in enumerate(sorted(example), start=len(variables))
       if i in fixed.module_kept_var_idx
-    ]
+    }
+    size = batch_size or jax_export.symbolic_shape("batch")[0]
     return export_with(size, used, platforms)
   except Exception as e:  # a model may raise any error for a symbolic size
     raise ValueError(

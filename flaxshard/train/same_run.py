@@ -38,8 +38,11 @@ _log = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 DATA_FILE = "data.json"
 
-# Another value of these fields means other examples at the same position.
-_DATA_FIELDS = ("data", "batch_size", "seed")
+# Another value of these means other examples at the same position.
+_DATA_FACTS = (
+  *("config.data", "config.batch_size", "config.seed"),
+  "the number of training examples",
+)
 
 # The packages that decide what a step computes and how it is saved.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -146,27 +149,25 @@ def check_earlier_run(
       "%s/%s is missing: not checked if the config fits", workdir, CONFIG_FILE
     )
     return
+  fields = now.keys() - definition.FREE_FIELDS
+  facts = {f"config.{name}": (before.get(name), now[name]) for name in fields}
   count = (read_json(workdir, DATA_FILE) or {}).get("num_train_examples")
-  must_equal = {f"config.{f}": (before.get(f), now[f]) for f in _DATA_FIELDS}
-  must_equal["the number of training examples"] = count, num_train_examples
-  for name, (old, new) in must_equal.items():
-    # A stream has no number of examples.
-    if None not in (old, new) and old != new:
-      raise ValueError(
-        f"{name}={new!r}, but {workdir} was trained with {old!r}, so its data "
-        "cannot be continued. Use that value or another workdir."
-      )
-  changes = ", ".join(
-    f"{path}: {old!r} -> {new!r}"
-    for field in now
-    # A field that another version did not have is no change.
-    if field in before and field not in definition.FREE_FIELDS
-    for path, old, new in checks.differences(
-      before[field], now[field], f"config.{field}"
-    )
-  )
+  facts["the number of training examples"] = count, num_train_examples
+  changes = []
+  for name in sorted(facts):
+    # Another version had no such field; a stream has no number of examples.
+    if None in facts[name]:
+      continue
+    for path, old, new in checks.differences(*facts[name], name):
+      if name in _DATA_FACTS:
+        raise ValueError(
+          f"{path}={new!r}, but {workdir} was trained with {old!r}, so its "
+          "data cannot be continued. Use that value or another workdir."
+        )
+      changes.append(f"{path}: {old!r} -> {new!r}")
   if not changes:
     return
+  listed = ", ".join(changes)
 
   def is_finished(values: Mapping[str, Any]) -> bool:
     rule = values.get("early_stopping", {"metric": "none"})
@@ -177,7 +178,7 @@ def check_earlier_run(
   if is_finished(now) or (config.resume != "extend" and is_finished(before)):
     raise ValueError(
       f"{workdir} has a finished run of {latest_step} steps, and the config "
-      f"has changed: {changes}. Use another workdir, or train on with "
+      f"has changed: {listed}. Use another workdir, or train on with "
       "config.resume='extend' (--config.resume=extend) and a "
       f"config.num_train_steps above {latest_step}; after early stopping, "
       "with a larger config.early_stopping.patience, too."
@@ -185,7 +186,7 @@ def check_earlier_run(
   _log.warning(
     "the config has changed; training goes on from step %d with %s",
     latest_step,
-    changes,
+    listed,
   )
 
 

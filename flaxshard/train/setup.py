@@ -16,7 +16,6 @@ import numpy as np
 from flaxshard import data
 from flaxshard.core import checks
 from flaxshard.core import optimizer
-from flaxshard.core import trees
 from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
@@ -106,14 +105,9 @@ class Setup:
     Raises:
       ValueError: `config.mesh.split` does not fit the data.
     """
-    mesh, specs = self.strategy.mesh, self._batch_specs
+    rows = len(self._rows())
     batch = {
-      key: jax.ShapeDtypeStruct(
-        (self.batch_size, *np.shape(x)),
-        # Without jax_enable_x64, JAX turns float64 and int64 into 32 bits.
-        jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
-        sharding=jax.sharding.NamedSharding(mesh, specs[key]),
-      )
+      key: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)
       for key, x in self.shapes.example.items()
     }
     progress = jax.eval_shape(lambda: steps.init_progress(self.task))
@@ -121,7 +115,7 @@ class Setup:
     return (
       self.abstract_state,
       self._place(progress, self.config.mesh.per_replica),
-      batch,
+      self.strategy.shard_batch(batch, self._batch_specs),
       self._place(rng, False),
     )
 
@@ -141,7 +135,7 @@ class Setup:
         )
       try:
         spec = logical_devices.partition_spec(
-          self.strategy.mesh, (size, *np.shape(example[key])), pieces
+          self.strategy.mesh, (size, *example[key].shape), pieces
         )
       except ValueError as e:
         raise ValueError(f"{field}: {e}") from e
@@ -213,14 +207,8 @@ class Setup:
     Raises:
       ValueError, TypeError: The model cannot be trained on the data.
     """
-    where = f"config.data ({self.config.data.get('name')!r})"
-    if not self.config.data:
-      where = f"the data of {self.task.name}"
-    model = creation_lib.describe_model(self.config, self.task)
     state, progress, batch, rng = self.arguments
-    with creation_lib.errors_name_field(
-      f"{model} cannot be trained on {where}"
-    ):
+    with creation_lib.errors_name_fields(self.config, self.task):
       traced: jax.stages.Traced
       traced = self.train_step.trace(state, progress, batch, rng)
       # Evaluation is compiled much later: trace it now to find its errors.
@@ -234,14 +222,10 @@ class Setup:
 
   def init_progress(self, step: int) -> steps.Progress:
     """Returns the progress before the steps that follow a step."""
-    values = self._zero_progress._replace(step=np.int32(step))
+    values = jax.device_get(steps.init_progress(self.task, step))
     if self.config.mesh.per_replica:
       return self.strategy.distribute_values_from_function(lambda _: values)
     return devices.replicate(self.strategy, values)
-
-  @functools.cached_property
-  def _zero_progress(self) -> Any:
-    return jax.device_get(steps.init_progress(self.task))
 
   @functools.cached_property
   def read_progress(self) -> Callable[[steps.Progress], steps.Progress]:

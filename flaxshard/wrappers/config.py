@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.optimizer import Optimizer
 from flaxshard.core.policy import Policy
@@ -63,7 +64,7 @@ def from_config(
     128.0
   """
   if isinstance(config, (str, Mapping)) or not isinstance(config, Iterable):
-    raise TypeError(
+    raise checks.ArgumentTypeError(
       f"{argument} must be a sequence of (name, arguments) pairs such as "
       f"(('loss_scale', {{'scale': 'dynamic'}}),), got {config!r}."
     )
@@ -72,7 +73,7 @@ def from_config(
     pair = (entry, {}) if isinstance(entry, str) else entry
     is_pair = isinstance(pair, Sequence) and len(pair) == 2
     if not is_pair or not registry.is_dict(pair[1]):
-      raise TypeError(
+      raise checks.ArgumentTypeError(
         f"{argument}[{i}] must be a name or a pair (name, dict of arguments), "
         f"got {entry!r}."
       )

@@ -42,14 +42,14 @@ def check(wrappers: Iterable[base.Base]) -> Wrappers:
   """
   if not isinstance(wrappers, (tuple, list)):
     # A set has no order.
-    raise TypeError(
+    raise checks.ArgumentTypeError(
       f"wrappers must be a list or a tuple, the outermost first, got "
       f"{wrappers!r}."
     )
   wrappers = tuple(wrappers)
   for i, wrapper in enumerate(wrappers):
     if not isinstance(wrapper, base.Base):
-      raise TypeError(
+      raise checks.ArgumentTypeError(
         f"wrappers[{i}] must be an instance of a wrapper, such as "
         f"LossScale('dynamic') or LossScale(FixedLossScale(2.0)), got "
         f"{wrapper!r}. LoRA is the argument lora=."

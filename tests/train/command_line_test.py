@@ -128,14 +128,11 @@ def test_a_mistake_is_named_in_one_line(path, argument, facts, capsys):
     assert fact in message, message
 
 
-def test_a_broken_config_file_is_a_traceback_and_one_line(path, capsys):
-  path.write_text("def get_config():\n  return 1 / 0")
-  with pytest.raises(SystemExit):
+def test_an_error_of_a_config_file_keeps_its_traceback(path):
+  path.write_text("def get_config():\n  raise ValueError('mine')")
+  with pytest.raises(ValueError, match="mine") as e:
     parse(f"--config={path}", "--workdir=w")
-  printed = capsys.readouterr().err
-  assert f'"{path}", line 2' in printed
-  error = "ZeroDivisionError: division by zero"
-  assert printed.endswith(f"\nflaxshard: --config={path}: {error}\n")
+  assert (str(e.traceback[-1].path), e.traceback[-1].lineno) == (str(path), 1)
 
 
 def interrupt():

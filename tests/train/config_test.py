@@ -259,20 +259,16 @@ def test_references_between_fields_are_kept(tmp_path):
 @pytest.mark.parametrize(
   ("text", "facts"),
   [
-    ("x = (", ("SyntaxError", "line 1")),
-    ("\nimport no_such_package", ("'no_such_package'",)),
-    ("def get_config():\n  return 1 / 0", ("ZeroDivisionError",)),
-    ("def get_config(x):\n  return {}", ("get_config()", "'x'")),
     ("def get_confg(): pass", ("no function get_config", "'get_confg'")),
+    ("def get_config(): pass", ("get_config() returns None",)),
   ],
 )
-def test_a_broken_file_is_named(tmp_path, text, facts):
+def test_a_file_that_gives_no_config_is_named(tmp_path, text, facts):
   path = tmp_path / "my_config.py"
   path.write_text(text)
-  with pytest.raises(config_lib.ConfigFileError) as e:
+  with pytest.raises(ValueError) as e:
     config_lib.read(str(path))
-  assert str(e.value).startswith(str(path))
-  for fact in facts:
+  for fact in (str(path), *facts):
     assert fact in str(e.value)
 
 
@@ -294,7 +290,7 @@ def test_a_config_that_does_not_exist_is_named(
   # As README's workdir, seen from the folder that it is in.
   (tmp_path / "digits").mkdir()
   monkeypatch.chdir(tmp_path)
-  with pytest.raises(config_lib.ConfigFileError) as e:
+  with pytest.raises(ValueError) as e:
     config_lib.read(name)
   for fact in facts:
     assert fact in str(e.value)

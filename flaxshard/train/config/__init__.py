@@ -8,12 +8,10 @@ fields.
 from flaxshard.train.config.checking import check
 from flaxshard.train.config.checking import defaults
 from flaxshard.train.config.checking import resolve_mode
-from flaxshard.train.config.files import ConfigFileError
 from flaxshard.train.config.files import names
 from flaxshard.train.config.files import read
 
 __all__ = [
-  "ConfigFileError",
   "check",
   "defaults",
   "names",

@@ -22,10 +22,6 @@ _PACKAGE = pathlib.Path(__file__).parents[2]
 _FLAG = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 
 
-class ConfigFileError(ValueError):
-  """A config file does not exist, or does not give a config."""
-
-
 def read(name: str) -> ml_collections.ConfigDict:
   """Reads a config, and adds the defaults of the fields that it lacks.
 
@@ -42,8 +38,8 @@ def read(name: str) -> ml_collections.ConfigDict:
     not checked.
 
   Raises:
-    ConfigFileError: There is no such config, or the file fails. The error that
-      the file raised is the cause, and has the line.
+    ValueError: There is no such config, or the file does not give one.
+    Exception: The code of the file raised it.
 
   Example:
     >>> config = read("digits")
@@ -51,24 +47,17 @@ def read(name: str) -> ml_collections.ConfigDict:
     ('cnn', -1)
   """
   place, *arguments = name.split(":", 1)
-  try:
-    module = _load(place)
-    get_config = module.get("get_config")
-    if not callable(get_config):
-      raise ConfigFileError(
-        f"{place} has no function get_config(), which returns the config."
-        f"{checks.did_you_mean('get_config', module)}"
-      )
-    config = get_config(*arguments)
-  except ConfigFileError:
-    raise
-  except Exception as error:
-    message = f"{place}: {type(error).__name__}: {error}"
-    raise ConfigFileError(message) from error
+  module = _load(place)
+  if not callable(get_config := module.get("get_config")):
+    raise ValueError(
+      f"config {place} has no function get_config(), which returns the config."
+      f"{checks.did_you_mean('get_config', module)}"
+    )
+  config = get_config(*arguments)
   if not registry.is_dict(config):
-    raise ConfigFileError(
-      f"{place}: get_config() returns {config!r}; it must return the config, "
-      "a ConfigDict or a dict."
+    raise ValueError(
+      f"config {place}: get_config() returns {config!r}; it must return the "
+      "config, a ConfigDict or a dict."
     )
   return checking.add_defaults(config)
 
@@ -105,15 +94,18 @@ def _load(place: str) -> dict[str, Any]:
   if path.is_file():
     return runpy.run_path(str(path), run_name=f"config_{path.stem}")
   if path.is_dir():
-    raise ConfigFileError(f"{path} is a folder, not a config file.")
+    raise ValueError(f"config {path} is a folder, not a file.")
   if not is_path and "." in place:
-    return vars(importlib.import_module(place))
+    try:
+      return vars(importlib.import_module(place))
+    except ImportError as e:
+      raise ValueError(f"config {place}: {e}") from e
   # A file nearby, or a name: "digits.py" may stand for "digits".
   hint = checks.did_you_mean(
     str(path), [*map(str, path.parent.glob("*.py")), *_paths()]
   ) or checks.did_you_mean(path.stem, _paths())
-  raise ConfigFileError(
-    f"{place}: there is no config of this name, and no such file in "
+  raise ValueError(
+    f"config {place}: there is no config of this name, and no such file in "
     f"{path.parent.resolve()}.{hint} --list prints the names; other configs "
     "are files, given by their path."
   )

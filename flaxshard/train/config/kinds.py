@@ -15,29 +15,24 @@ from flaxshard.core import registry
 from flaxshard.partitioning import rules as rules_lib
 
 
-def where(allowed: str, is_valid: Callable[[Any], bool]) -> Any:
-  """Returns the check that `is_valid(value)` is true."""
-
-  def check(value: Any, info: pydantic.ValidationInfo) -> Any:
-    if not is_valid(value):
-      raise ValueError(f"{info.field_name} must be {allowed}, got {value!r}.")
-    return value
-
-  return pydantic.AfterValidator(check)
-
-
 def readable(read: Callable[[Any, Any], Any]) -> Any:
   """Returns the check that `read(field, value)` does not raise."""
 
   def check(value: Any, info: pydantic.ValidationInfo) -> Any:
-    try:
-      read(info.field_name, value)
-    except TypeError as e:
-      # pydantic takes a ValueError alone for a mistake.
-      raise checks.ArgumentTypeError(str(e)) from e
+    read(info.field_name, value)
     return value
 
   return pydantic.AfterValidator(check)
+
+
+def where(allowed: str, is_valid: Callable[[Any], bool]) -> Any:
+  """Returns the check that `is_valid(value)` is true."""
+
+  def read(field: str, value: Any) -> None:
+    if not is_valid(value):
+      raise ValueError(f"{field} must be {allowed}, got {value!r}.")
+
+  return readable(read)
 
 
 def _is_range(steps: tuple[int, ...]) -> bool:
