@@ -26,6 +26,7 @@ from flaxshard.core import version
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def save_args(
   plain: Any = {}
   states: Any = {}
   for name, s in by_name(state).items():
-    note = replica_groups.describe_divergence(s)
+    note = stack.divergence(s.wrappers)
     if note is not None:
       _log.info("step %d: %s", int(s.step), note)
       s = replica_groups.of_first_replica(s)

@@ -13,9 +13,11 @@ import contextvars
 import dataclasses
 from typing import Any
 
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+from numpy.lib.array_utils import normalize_axis_index
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
@@ -27,6 +29,8 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import rows
 
 PyTree = Any
+# How values are reduced over the replicas.
+REDUCE_OPS = "sum", "mean"
 # The name that marks values in a jaxpr as replicated.
 ASSUMED_REPLICATED = "flaxshard.assume_replicated"
 # The names that mark, for the warnings of `Strategy.run`, gradients that are
@@ -45,8 +49,8 @@ class ReplicaContext:
       all replicas, because they have been reduced.
     aggregation_skipped: True while gradients are applied that the user does not
       want to be reduced.
-    first_replica: The number of replica 0 among those of all workers, for PRNG
-      keys; see `number_from`.
+    first_replica: The number of replica 0 among those of all workers. Workers
+      are programs of their own, and draw other random numbers.
     params: The parameters of each TrainState that `run` received, as
       `jax.ShapeDtypeStruct`s with shardings.
 
@@ -90,7 +94,7 @@ class ReplicaContext:
     Raises:
       ValueError: `reduce_op` is neither `"sum"` nor `"mean"`.
     """
-    check_reduce_op(reduce_op)
+    checks.one_of("reduce_op", reduce_op, REDUCE_OPS)
     value = jax.tree.map(
       lambda x: x if is_indexed_slices(x) else _as_number(x),
       value,
@@ -120,13 +124,11 @@ class ReplicaContext:
           gather_array(x.indices), gather_array(x.values), x.dense_shape
         )
       x = jnp.asarray(x)
-      check_axis("all_gather", axis, x.shape)
+      dim = normalize_axis_index(axis, x.ndim, "all_gather")
       # XLA fails on a collective over one device: see `reduce_over_replicas`.
       if self.num_replicas_in_sync == 1:
         return x
-      return jax.lax.all_gather(
-        x, mesh_lib.REPLICA, axis=axis % x.ndim, tiled=True
-      )
+      return jax.lax.all_gather(x, mesh_lib.REPLICA, axis=dim, tiled=True)
 
     return jax.tree.map(gather_array, value, is_leaf=is_indexed_slices)
 
@@ -238,27 +240,15 @@ def activate(context: ReplicaContext) -> Iterator[None]:
     _current.reset(token)
 
 
-def number_from(
-  first_replica: int,
-) -> contextlib.AbstractContextManager[None]:
-  """Numbers the replicas from `first_replica` on in a block, for PRNG keys.
-
-  So workers, which are programs of their own, draw other random numbers.
-  Outside of `Strategy.run` it does nothing.
-
-  Args:
-    first_replica: Number of replicas of the workers before this one.
-  """
-  if _current.get() is None:
-    return contextlib.nullcontext()
-  return marked(first_replica=first_replica)
-
-
 def marked(**changed: Any) -> contextlib.AbstractContextManager[None]:
-  """Sets attributes of the context, such as `gradients_reduced`, in a block."""
-  return activate(
-    dataclasses.replace(_current.get() or ReplicaContext(1), **changed)
-  )
+  """Sets attributes of the context, such as `gradients_reduced`, in a block.
+
+  Outside of `Strategy.run` it does nothing.
+  """
+  context = _current.get()
+  if context is None:
+    return contextlib.nullcontext()
+  return activate(dataclasses.replace(context, **changed))
 
 
 def num_replicas() -> int:
@@ -277,22 +267,22 @@ def specs_within(params: PyTree) -> PyTree:
     A tree of PartitionSpecs. They are empty if two TrainStates have parameters
     of the same shapes but other PartitionSpecs.
   """
+  leaves, structure = jax.tree.flatten(params)
   context = _current.get()
-  structure: Any = jax.tree.structure(params)
-  shapes = [x.shape for x in jax.tree.leaves(params)]
   found = set()
   for arrived in () if context is None else context.params:
-    leaves: list[Any] = jax.tree.leaves(arrived)
-    same_structure = jax.tree.structure(arrived) == structure
-    if same_structure and [x.shape for x in leaves] == shapes:
-      shardings = [x.sharding for x in leaves]
+    arrays: list[Any] = jax.tree.leaves(arrived)
+    if jax.tree.structure(arrived) == structure and all(
+      x.shape == own.shape for x, own in zip(arrays, leaves, strict=True)
+    ):
+      shardings = [x.sharding for x in arrays]
       found.add(
         tuple(
           specs_lib.only(s.spec, mesh_lib.logical_axes(s.mesh))
           for s in shardings
         )
       )
-  specs = found.pop() if len(found) == 1 else [jax.P()] * len(shapes)
+  specs = found.pop() if len(found) == 1 else [jax.P()] * len(leaves)
   return structure.unflatten(specs)
 
 
@@ -319,36 +309,26 @@ def reduce_over_replicas(
     # over other axes.
     if op != "mean":
       return tree
-    return jax.tree.unflatten(treedef, [x / 1 for x in leaves])
+    return treedef.unflatten([x / 1 for x in leaves])
   count = len(groups[0]) if groups else num_replicas()
-  arrays = [x for x in leaves if not is_indexed_slices(x)]
-  reduced = iter(_reduce_arrays(op, arrays, groups) if arrays else ())
-  return jax.tree.unflatten(
-    treedef,
-    [
-      rows.reduce(op, x, count, groups)
-      if is_indexed_slices(x)
-      else next(reduced)
-      for x in leaves
-    ],
-  )
-
-
-def _reduce_arrays(
-  op: str, arrays: list[jax.Array], groups: rows.Groups
-) -> list[jax.Array]:
-  """Reduces arrays over several replicas, in one collective."""
   collectives: dict[str, Any] = {
     "sum": jax.lax.psum,
     "mean": jax.lax.pmean,
     "max": jax.lax.pmax,
   }
-  wide = list(map(_widen, arrays))
-  new = collectives[op](wide, mesh_lib.REPLICA, axis_index_groups=groups)
-  return [
-    x if sent is given else x.astype(given.dtype)
-    for x, sent, given in zip(new, wide, arrays, strict=True)
-  ]
+  sent = {
+    i: _widen(x) for i, x in enumerate(leaves) if not is_indexed_slices(x)
+  }
+  received = sent
+  if sent:
+    received = collectives[op](sent, mesh_lib.REPLICA, axis_index_groups=groups)
+
+  def reduced(i: int, x: Any) -> Any:
+    if i not in sent:
+      return rows.reduce(op, x, count, groups)
+    return received[i] if sent[i] is x else received[i].astype(x.dtype)
+
+  return treedef.unflatten(map(reduced, range(len(leaves)), leaves))
 
 
 def _widen(x: Any) -> Any:
@@ -394,25 +374,24 @@ def reduce_gradients(
     grads: This replica's gradients, from `gradients.normalize`.
     groups: As in `reduce_over_replicas`.
   """
-  flat, treedef = jax.tree_util.tree_flatten_with_path(
-    grads, is_leaf=is_indexed_slices
-  )
   # The warnings of `Strategy.run` look for these that are the same already.
   mark = lambda x: checkpoint_name(x, GRADIENTS)
-  marked = [
-    g.map_values(mark) if is_indexed_slices(g) else mark(g) for _, g in flat
-  ]
+  marked = jax.tree.map(
+    lambda g: g.map_values(mark) if is_indexed_slices(g) else mark(g),
+    grads,
+    is_leaf=is_indexed_slices,
+  )
   # One collective for all gradients, and one for all statistics.
-  ops = ["max" if gradients.is_statistic(path) else op for path, _ in flat]
-  reduced = {
-    o: iter(
-      reduce_over_replicas(
-        o, [g for g, own in zip(marked, ops, strict=True) if own == o], groups
+  if gradients.optimized_params(marked) is marked:
+    return reduce_over_replicas(op, marked, groups)
+  return type(marked)(
+    {
+      name: reduce_over_replicas(
+        "max" if name == OVERWRITE_WITH_GRADIENT else op, tree, groups
       )
-    )
-    for o in sorted(set(ops))
-  }
-  return jax.tree.unflatten(treedef, [next(reduced[o]) for o in ops])
+      for name, tree in marked.items()
+    }
+  )
 
 
 def mean_collection(tree: PyTree, groups: rows.Groups = None) -> PyTree:
@@ -497,19 +476,6 @@ def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
   # jax.random.fold_in takes one key.
   fold_in = jax.vmap(lambda k: jax.random.fold_in(k, number))
   return fold_in(key.reshape(-1)).reshape(key.shape)
-
-
-def check_reduce_op(reduce_op: Any, argument: str = "reduce_op") -> None:
-  """Raises a ValueError unless `reduce_op` is "sum" or "mean"."""
-  checks.one_of(argument, reduce_op, ("sum", "mean"))
-
-
-def check_axis(where: str, axis: int, shape: tuple[int, ...]) -> None:
-  """Raises unless `axis` is an axis of an array of that shape."""
-  if not -len(shape) <= axis < len(shape):
-    raise ValueError(
-      f"{where}: axis={axis} is no axis of an array of shape {shape}."
-    )
 
 
 def _as_number(x: Any) -> jax.Array:

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_index
 
+from flaxshard.core import checks
 from flaxshard.core import indexed_slices
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
@@ -44,7 +46,7 @@ def reduce(
   mesh: jax.sharding.Mesh, reduce_op: str, value: PyTree, axis: int | None
 ) -> PyTree:
   """Reduces per-replica values to one value; see `Strategy.reduce`."""
-  replica_context.check_reduce_op(reduce_op)
+  checks.one_of("reduce_op", reduce_op, replica_context.REDUCE_OPS)
   if indexed_slices.find(value):
     raise ValueError(
       "reduce: the row numbers of an IndexedSlices cannot be summed. Inside of "
@@ -52,32 +54,28 @@ def reduce(
     )
 
   def reduce_rows(x: Any) -> jax.Array:
-    axes = () if axis is None else (_axis_after_replicas("reduce", axis, x),)
-    return _reduce(mesh, reduce_op, (0, *axes), _on_mesh(mesh, x))
+    axes = (0,)
+    if axis is not None:
+      axes += (1 + normalize_axis_index(axis, np.ndim(x) - 1, "reduce"),)
+    return _reduce(mesh, reduce_op, axes, _on_mesh(mesh, x))
 
-  def reduce_shared(name: str, x: Any) -> Any:
-    if reduce_op == "sum":
-      # TensorFlow refuses it too: it could mean x or x times the replicas.
-      raise ValueError(
-        f"{name} must be a PerReplica, got {x!r}: the sum of a replicated "
-        "value is ambiguous."
-      )
+  def mean_of_shared(x: Any) -> Any:
     return x if axis is None else jnp.mean(jnp.asarray(x), axis)
 
-  return _map_rows("reduce", mesh, reduce_rows, reduce_shared, value)
+  # TensorFlow too refuses the sum of what all replicas share: it could mean x
+  # or x times the replicas.
+  of_shared = mean_of_shared if reduce_op == "mean" else None
+  return _map_rows("reduce", mesh, reduce_rows, value, of_shared)
 
 
 def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
   """Concatenates per-replica values; see `Strategy.gather`."""
 
   def gather_rows(x: Any) -> jax.Array:
-    after = _axis_after_replicas("gather", axis, x)
-    return _concatenate(mesh, after - 1, _on_mesh(mesh, x))
+    dim = normalize_axis_index(axis, np.ndim(x) - 1, "gather")
+    return _concatenate(mesh, dim, _on_mesh(mesh, x))
 
-  def refuse(name: str, x: Any) -> Any:
-    raise ValueError(f"{name} must be a PerReplica, got {x!r}.")
-
-  return _map_rows("gather", mesh, gather_rows, refuse, value)
+  return _map_rows("gather", mesh, gather_rows, value)
 
 
 def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
@@ -95,8 +93,9 @@ def local_results(mesh: jax.sharding.Mesh, value: PyTree) -> tuple[PyTree, ...]:
   results = []
   for i in local_replicas(mesh):
     row = functools.partial(_local_row, mesh, i)
-    keep = lambda name, x: x
-    results.append(_map_rows("local_results", mesh, row, keep, value))
+    results.append(
+      _map_rows("local_results", mesh, row, value, of_shared=lambda x: x)
+    )
   return tuple(results)
 
 
@@ -135,8 +134,8 @@ def _map_rows(
   where: str,
   mesh: jax.sharding.Mesh,
   of_rows: Callable[[Any], Any],
-  of_shared: Callable[[str, Any], Any],
   value: PyTree,
+  of_shared: Callable[[Any], Any] | None = None,
 ) -> PyTree:
   """Maps functions over a tree in which a `PerReplica` is a leaf.
 
@@ -144,15 +143,17 @@ def _map_rows(
     where: The caller, for error messages.
     mesh: The mesh.
     of_rows: Takes an array `[replicas, ...]` of a `PerReplica`.
-    of_shared: Takes the name and the value of any other leaf.
     value: The tree.
+    of_shared: Takes any other leaf; None refuses them.
   """
   replicas = mesh.shape[mesh_lib.REPLICA]
 
   def convert(path: Any, x: Any) -> Any:
     name = f"{where}: value[{trees.path_string(path)}]"
     if not is_per_replica(x):
-      return of_shared(name, x)
+      if of_shared is None:
+        raise ValueError(f"{name} must be a PerReplica, got {x!r}.")
+      return of_shared(x)
     for rows in jax.tree.leaves(x.value):
       if np.shape(rows)[:1] != (replicas,):
         raise ValueError(
@@ -165,13 +166,6 @@ def _map_rows(
   return jax.tree_util.tree_map_with_path(
     convert, value, is_leaf=is_per_replica
   )
-
-
-def _axis_after_replicas(where: str, axis: int, x: Any) -> int:
-  """Returns the axis of an array `[replicas, ...]` for an axis of its rows."""
-  shape = np.shape(x)[1:]
-  replica_context.check_axis(where, axis, shape)
-  return axis % len(shape) + 1
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -192,20 +186,20 @@ def _whole(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
   return jax.sharding.NamedSharding(mesh, P())
 
 
-def _is_on(mesh: jax.sharding.Mesh, x: Any) -> bool:
+def _on_mesh(
+  mesh: jax.sharding.Mesh, x: Any, *, compare: bool = True
+) -> jax.Array:
+  """Returns an array that is on the mesh; puts any other one there whole."""
   sharding = x.sharding if isinstance(x, jax.Array) else None
-  return (
-    isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh
-  )
-
-
-def _on_mesh(mesh: jax.sharding.Mesh, x: Any) -> Any:
-  return x if _is_on(mesh, x) else mesh_lib.put(x, _whole(mesh))
+  if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh:
+    return x
+  return mesh_lib.put(x, _whole(mesh), compare=compare)
 
 
 def _local_row(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   """Returns `x[index]` on the devices of its replica, without communication."""
-  if not _is_on(mesh, x) or not has_replica_axis(x.sharding.spec):
+  x = _on_mesh(mesh, x, compare=False)
+  if not has_replica_axis(x.sharding.spec):
     x = mesh_lib.put(x, _whole(mesh), compare=False)
   replica = jax.sharding.Mesh(
     mesh.devices[index : index + 1], mesh.axis_names, axis_types=mesh.axis_types

@@ -177,23 +177,21 @@ def describe(state: PyTree) -> Description:
 
 
 def _rows(group: str, tree: PyTree) -> list[Row]:
-  return [
+  """Returns the rows of a field of a state."""
+  rows = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    dtype, shape = trees.dtype_of(leaf), np.shape(leaf)
+    # A traced array has no device yet.
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    sharding = None if is_traced else getattr(leaf, "sharding", None)
+    nbytes, held = (
+      0 if part is None else math.prod(part) * dtype.itemsize
+      for part in (shape, sharding and sharding.shard_shape(shape))
+    )
     # A field that is one array, such as `step`, has an empty path.
-    _row(group, trees.path_string(path) if path else group, leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  ]
-
-
-def _row(group: str, path: str, leaf: Any) -> Row:
-  dtype, shape = trees.dtype_of(leaf), np.shape(leaf)
-  # A traced array has no device yet.
-  is_traced = isinstance(leaf, jax.core.Tracer)
-  sharding = None if is_traced else getattr(leaf, "sharding", None)
-  nbytes, held = (
-    0 if part is None else math.prod(part) * dtype.itemsize
-    for part in (shape, sharding and sharding.shard_shape(shape))
-  )
-  return Row(group, path, shape, str(dtype), sharding, nbytes, held)
+    name = trees.path_string(path) if path else group
+    rows.append(Row(group, name, shape, str(dtype), sharding, nbytes, held))
+  return rows
 
 
 def summarize(state: Any) -> str:

@@ -17,31 +17,16 @@ import jax
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import stack
 
 PyTree = Any
-
-
-def describe_divergence(state: PyTree) -> str | None:
-  """Returns how the replicas of a state differ, in a sentence.
-
-  Args:
-    state: A TrainState. Any other tree has no wrappers, and so no groups.
-
-  Returns:
-    The sentence; None if all replicas have the same parameters.
-  """
-  if not isinstance(state, TrainState):
-    return None
-  return stack.divergence(state.wrappers)
 
 
 def of_first_replica(state: PyTree) -> PyTree:
   """Copies the state of replica 0 to all replicas, if they differ.
 
   Args:
-    state: A TrainState.
+    state: A TrainState. Any other tree has no wrappers, and so no groups.
 
   Returns:
     `state` itself if its replicas do not differ. Otherwise a state in which
@@ -56,7 +41,7 @@ def of_first_replica(state: PyTree) -> PyTree:
     >>> of_first_replica(state) is state
     True
   """
-  if describe_divergence(state) is None:
+  if stack.divergence(getattr(state, "wrappers", ())) is None:
     return state
   leaves, treedef = jax.tree.flatten(state)
   indices = [i for i, x in enumerate(leaves) if _is_shared(x)]

@@ -188,7 +188,7 @@ def check_aggregation(
   """
   if aggregation is None:
     return None if is_skipped else "mean"
-  replica_context.check_reduce_op(aggregation, "aggregation")
+  checks.one_of("aggregation", aggregation, replica_context.REDUCE_OPS)
   if is_skipped or stack.reduces_gradients(wrappers):
     names = [w.name for w in wrappers]
     other = "skip_gradients_aggregation=True" if is_skipped else f"{names}"
@@ -224,16 +224,19 @@ class Slot(NamedTuple):
 
 def get_slot_names(state: Any) -> list[str]:
   """Returns the names of all slots; see `TrainState.get_slot_names`."""
-  return _names(_find_slots(state))
+  slots = _find_slots(state)
+  # The long ones where a parameter has two slots of one name.
+  counts = collections.Counter((s.parameter, s.names[0]) for s in slots)
+  is_shared = lambda s: counts[s.parameter, s.names[0]] > 1
+  return sorted({s.names[1] if is_shared(s) else s.names[0] for s in slots})
 
 
 def get_slot(state: Any, parameter: str, name: str) -> jax.Array | None:
   """Returns a slot by parameter and name; see `TrainState.get_slot`."""
   check_path("get_slot: parameter", parameter, state.params)
-  slots = _find_slots(state)
-  found = [s for s in slots if name in s.names]
+  found = [s for s in _find_slots(state) if name in s.names]
   if not found:
-    names = _names(slots)
+    names = get_slot_names(state)
     raise ValueError(
       f"get_slot: no parameter has a slot {name!r}; the slots are "
       f"{', '.join(map(repr, names)) or 'none'}."
@@ -246,13 +249,6 @@ def get_slot(state: Any, parameter: str, name: str) -> jax.Array | None:
       f"{', '.join(repr(s.names[1]) for s in of_parameter)}."
     )
   return of_parameter[0].value if of_parameter else None
-
-
-def _names(slots: list[Slot]) -> list[str]:
-  """Returns the names of slots; the long ones where a parameter has two."""
-  counts = collections.Counter((s.parameter, s.names[0]) for s in slots)
-  is_shared = lambda s: counts[s.parameter, s.names[0]] > 1
-  return sorted({s.names[1] if is_shared(s) else s.names[0] for s in slots})
 
 
 def _find_slots(state: Any) -> list[Slot]:

@@ -387,15 +387,24 @@ class TrainState(flax_train_state.TrainState):
       (0.5, 1)
     """
     grads = tf_surface.gradients_argument(positional, grads, self.params)
-    # Names that are no fields are extra arguments of the optimizer.
-    fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
-    arrays = fields & fields_lib.array_fields(self).keys()
-    collections = {k: v for k, v in replaced.items() if k in arrays}
-    static = {k: v for k, v in replaced.items() if k in fields - arrays}
-    extra = {k: v for k, v in replaced.items() if k not in fields}
-    optimizer_update.check_extra(
-      self.tx, extra, replaceable=fields - _STATIC, reserved=_RESERVED
-    )
+    collections: dict[str, PyTree] = {}
+    static: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    if replaced:
+      fields = fields_lib.fields_by_name(type(self))
+      for name, value in replaced.items():
+        if name in _RESERVED or name not in fields:
+          extra[name] = value
+        elif fields_lib.is_array_field(fields[name]):
+          collections[name] = value
+        else:
+          static[name] = value
+      optimizer_update.check_extra(
+        self.tx,
+        extra,
+        replaceable=fields.keys() - _RESERVED - _STATIC,
+        reserved=_RESERVED,
+      )
     reduction = tf_surface.check_aggregation(
       aggregation, skip_gradients_aggregation, self.wrappers, extra
     )

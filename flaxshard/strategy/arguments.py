@@ -50,6 +50,11 @@ class Leaf(NamedTuple):
   kind: str
   wrappers: tuple[base.Base, ...] | None
 
+  @property
+  def argument(self) -> str:
+    """Its path in the arguments of a call, for messages."""
+    return f"argument {trees.path_string(self.path[1:])}"
+
 
 def is_state(x: Any) -> bool:
   """Returns whether `x` is a TrainState, Flax's own or ours."""
@@ -59,11 +64,6 @@ def is_state(x: Any) -> bool:
 def is_node(x: Any) -> bool:
   """Returns whether `x` is a TrainState, a `PerReplica` or a `Replicated`."""
   return is_state(x) or isinstance(x, (values.PerReplica, values.Replicated))
-
-
-def states_of(tree: PyTree) -> list[Any]:
-  """Returns the TrainStates in a tree."""
-  return list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
 def wrappers_of(x: Any) -> tuple[base.Base, ...]:
@@ -115,36 +115,87 @@ def refuse_modules(args: PyTree) -> None:
       )
 
 
-def check_wrappers(
-  mesh: Mesh, leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]
-) -> None:
-  """Raises if the wrappers of TrainStates cannot run on a mesh.
+def check(
+  mesh: Mesh,
+  given: Sequence[Any],
+  leaves: Sequence[Leaf],
+  shardings: Sequence[NamedSharding],
+  *,
+  is_stacked: bool,
+) -> list[str]:
+  """Checks the arguments of a new program.
 
   Args:
     mesh: The strategy's mesh.
-    leaves: What the leaves of the arguments are.
+    given: The leaves of the arguments, as they are passed to `run`.
+    leaves: What they are.
     shardings: Their shardings on the mesh.
+    is_stacked: Whether the second argument has batches of several steps,
+      `[steps, ...]`.
+
+  Returns:
+    The arguments that look like batches, if no argument is split over the
+    replicas.
 
   Raises:
-    ValueError: A wrapper does not fit the number of replicas, or a leaf is
-      split over replicas though the wrappers let replicas differ in it.
+    ValueError: A wrapper does not fit the number of replicas; a leaf is split
+      over replicas though the wrappers let replicas differ in it; or one batch
+      is given in place of several.
   """
+  replicas = mesh.shape[mesh_lib.REPLICA]
+  # Why a state may not be split over the replicas, by its wrappers.
+  notes: dict[Any, str | None] = {None: None}
   for wrappers in dict.fromkeys(x.wrappers for x in leaves if x.wrappers):
-    stack.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
-    note = stack.divergence(wrappers) or ""
-    if not note and not stack.has_local_updates(wrappers):
-      continue
-    for leaf, sharding in zip(leaves, shardings, strict=True):
-      if (
-        leaf.wrappers == wrappers
-        and leaf.kind == SHARED
-        and mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
-      ):
+    stack.check_replicas(wrappers, replicas)
+    local = "" if stack.has_local_updates(wrappers) else None
+    notes[wrappers] = stack.divergence(wrappers) or local
+  whole, is_split = [], False
+  for x, leaf, sharding in zip(given, leaves, shardings, strict=True):
+    over_replicas = mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
+    if leaf.kind == SHARED:
+      note = notes.get(leaf.wrappers)
+      if over_replicas and note is not None:
         raise ValueError(
-          f"run: argument {trees.path_string(leaf.path[1:])} is split over "
-          f"'replica', {sharding.spec}, though its wrappers let replicas step "
-          f"alone: split it over logical axes. {note}"
+          f"run: {leaf.argument} is split over 'replica', {sharding.spec}, "
+          "though its wrappers let replicas step alone: split it over logical "
+          f"axes. {note}"
         )
+      continue
+    # What wrappers keep for each replica (AGN's local parameters) is no data.
+    is_split |= over_replicas and "wrapper_states" not in leaf.argument
+    if leaf.kind == OWN:
+      continue
+    if (
+      is_stacked
+      and leaf.path[1].idx == 1
+      and values.has_replica_axis(sharding.spec)
+    ):
+      # Its examples, split over the replicas, would be taken for steps.
+      raise ValueError(
+        f"run_steps: {leaf.argument} of shape {x.shape} is split over the "
+        "replicas along its first dimension, which is that of the steps. Pass "
+        "a list of batches, [batch], or arrays [steps, batch, ...] with the "
+        "sharding PartitionSpec(None, 'replica')."
+      )
+    # Nobody has said how to split what is not on a mesh. jax.jit(...).lower
+    # takes shapes without a sharding, which says nothing.
+    if (
+      isinstance(x, (np.ndarray, jax.Array))
+      and not isinstance(getattr(x, "sharding", None), NamedSharding)
+      and not _is_key(x)
+      # With fewer examples than replicas it is hardly a batch.
+      and x.shape[int(is_stacked) :][:1] >= (replicas,)
+    ):
+      whole.append(f"{leaf.argument} of shape {x.shape}")
+  return [] if is_split else whole
+
+
+def _is_key(x: Any) -> bool:
+  """Returns whether an input is a PRNG key, typed or raw."""
+  if trees.is_prng_key(x):
+    return True
+  raw = jax.eval_shape(jax.random.PRNGKey, 0)
+  return bool(x.dtype == raw.dtype and x.shape[-1:] == raw.shape)
 
 
 def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
@@ -164,7 +215,7 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
       is sharded on another mesh, has integers that do not fit their dtype in
       JAX, or is not the same in all processes.
   """
-  where = f"run: argument {trees.path_string(leaf.path[1:])}"
+  where = f"run: {leaf.argument}"
   placed = x
   if not isinstance(x, jax.core.Tracer):
     if not trees.is_array(x):

@@ -7,7 +7,8 @@ becomes one program for all replicas, which is checked (`program`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 import types
 from typing import Any, NamedTuple
@@ -17,9 +18,8 @@ import jax
 
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
-from flaxshard.strategy import mistakes
-from flaxshard.strategy import steps_loop
 from flaxshard.strategy.arguments import Leaf
+from flaxshard.strategy.program import Loop
 from flaxshard.strategy.program import ReplicaProgram
 
 PyTree = Any
@@ -40,34 +40,27 @@ class _LastCall(NamedTuple):
   move: list[Leaf | None]
 
 
+@dataclasses.dataclass(eq=False)
 class CompiledForms:
   """The compiled forms of one function, by structure of its arguments.
 
-  Args:
+  Attributes:
     mesh: The strategy's mesh.
     donate_argnums: The positions of arguments that may be overwritten.
     wait: Whether a call blocks until the results are computed.
     loop: Makes a loop over batches from the function that is called, for
       `Strategy.run_steps`.
-
-  Attributes:
     get_function: Returns the function, when a program is traced. It is a weak
       reference: the cache must not keep the function alive.
   """
 
+  mesh: jax.sharding.Mesh
+  donate_argnums: tuple[int, ...]
+  wait: bool
+  loop: Loop | None
   get_function: Callable[[], Function | None]
 
-  def __init__(
-    self,
-    mesh: jax.sharding.Mesh,
-    donate_argnums: Sequence[int] = (),
-    wait: bool = False,
-    loop: steps_loop.Loop | None = None,
-  ):
-    self._mesh = mesh
-    self._donate_argnums = donate_argnums
-    self._wait = wait
-    self._loop = loop
+  def __post_init__(self) -> None:
     self._compiled: dict[Any, Any] = {}
     self._last_calls: dict[Any, _LastCall] = {}
 
@@ -90,10 +83,10 @@ class CompiledForms:
         ]
       )
     ):
-      if compile_only.is_compile_only(self._mesh):
+      if compile_only.is_compile_only(self.mesh):
         raise ValueError(
-          f"run: the mesh has {self._mesh.size} devices of the kind "
-          f"{self._mesh.devices.flat[0].device_kind!r} that exist for "
+          f"run: the mesh has {self.mesh.size} devices of the kind "
+          f"{self.mesh.devices.flat[0].device_kind!r} that exist for "
           "compiling alone, and run nothing. Strategy.jit(fn).lower works, "
           "with jax.ShapeDtypeStructs; to run, create the Strategy from the "
           "devices of this machine."
@@ -107,13 +100,13 @@ class CompiledForms:
       last = _LastCall(jitted, shardings, move)
     else:
       placed = [
-        x if leaf is None else arguments.place(self._mesh, x, leaf)
+        x if leaf is None else arguments.place(self.mesh, x, leaf)
         for x, leaf in zip(values, last.move, strict=True)
       ]
     out = last.jitted(*placed)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
-    return jax.block_until_ready(out) if self._wait else out
+    return jax.block_until_ready(out) if self.wait else out
 
   def trace(self, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
@@ -130,39 +123,41 @@ class CompiledForms:
       arguments like these.
     """
     # Only a call shows how many arguments there are.
-    if any(not 0 <= i < len(args) for i in self._donate_argnums):
+    if any(not 0 <= i < len(args) for i in self.donate_argnums):
       raise ValueError(
-        f"donate_argnums={tuple(self._donate_argnums)} must be positions of "
+        f"donate_argnums={self.donate_argnums} must be positions of "
         f"arguments, of which there are {len(args)}."
       )
     arguments.refuse_modules((args, kwargs))
     values, treedef = jax.tree.flatten((args, kwargs))
     leaves = arguments.leaves_of((args, kwargs))
     placed = [
-      arguments.place(self._mesh, x, leaf)
+      arguments.place(self.mesh, x, leaf)
       for x, leaf in zip(values, leaves, strict=True)
     ]
     shardings = tuple(x.sharding for x in placed)
     key = treedef, shardings
     if key not in self._compiled:
-      arguments.check_wrappers(self._mesh, leaves, shardings)
-      # The batches of a loop, with the steps as their first dimension.
-      is_stacked = self._loop is not None and not isinstance(args[1], list)
-      if is_stacked:
-        steps_loop.check_stacked(placed, leaves)
       program = ReplicaProgram(
-        self._mesh,
+        self.mesh,
         treedef,
         leaves,
         shardings,
         self._function,
-        mistakes.whole_batches(values, leaves, shardings, int(is_stacked)),
+        arguments.check(
+          self.mesh,
+          values,
+          leaves,
+          shardings,
+          # Batches with the steps as their first dimension.
+          is_stacked=self.loop is not None and not isinstance(args[1], list),
+        ),
       )
       # JAX sees the leaves as arguments, not the trees.
       donated = [
         i
         for i, leaf in enumerate(leaves)
-        if leaf.path[0].idx == 0 and leaf.path[1].idx in self._donate_argnums
+        if leaf.path[0].idx == 0 and leaf.path[1].idx in self.donate_argnums
       ]
       self._compiled[key] = jax.jit(program.run, donate_argnums=donated)
     return leaves, placed, self._compiled[key]
@@ -171,7 +166,7 @@ class CompiledForms:
     """Returns the function to trace."""
     fn = self.get_function()
     assert fn is not None
-    return fn if self._loop is None else self._loop(fn)
+    return fn if self.loop is None else self.loop(fn)
 
 
 # The compiled forms by options, of each function, and of each method of an
@@ -182,7 +177,13 @@ _by_function: weakref.WeakKeyDictionary[Any, dict[Any, CompiledForms]] = (
 _by_method: dict[tuple[int, Any], dict[Any, CompiledForms]] = {}
 
 
-def compiled_forms(fn: Function, *options: Hashable) -> CompiledForms:
+def compiled_forms(
+  fn: Function,
+  mesh: jax.sharding.Mesh,
+  donate_argnums: tuple[int, ...] = (),
+  wait: bool = False,
+  loop: Loop | None = None,
+) -> CompiledForms:
   """Returns the compiled forms of a function, which are dropped with it.
 
   `jax.jit` keeps compiled programs in the same way: a function that was run
@@ -194,7 +195,10 @@ def compiled_forms(fn: Function, *options: Hashable) -> CompiledForms:
 
   Args:
     fn: The function.
-    *options: The other arguments of `CompiledForms`.
+    mesh: See `CompiledForms`.
+    donate_argnums: See there.
+    wait: See there.
+    loop: See there.
   """
   reference: Callable[[], Function | None] = weakref.ref(fn)
   if isinstance(fn, types.MethodType):
@@ -207,8 +211,9 @@ def compiled_forms(fn: Function, *options: Hashable) -> CompiledForms:
     programs = _by_method.setdefault(key, {})
   else:
     programs = _by_function.setdefault(fn, {})
+  options = mesh, donate_argnums, wait, loop
   if options not in programs:
-    programs[options] = CompiledForms(*options)  # type: ignore[arg-type]
+    programs[options] = CompiledForms(*options, reference)
   # Of equal functions, the one that is called is alive.
   programs[options].get_function = reference
   return programs[options]
@@ -219,24 +224,23 @@ class CompiledFunction:
 
   Args:
     fn: The function.
-    get_program: Returns its compiled forms.
     get_arguments: Returns the arguments of a call, by position and by name.
+    **options: See `compiled_forms`.
   """
 
   def __init__(
     self,
     fn: Function,
-    get_program: Callable[[], CompiledForms],
     get_arguments: Callable[..., tuple[Any, Any]] = lambda *a, **k: (a, k),
+    **options: Any,
   ):
     functools.update_wrapper(self, fn)
-    self._fn = fn
-    self._program = get_program
+    self._forms = functools.partial(compiled_forms, fn, **options)
     self._arguments = get_arguments
 
   def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
     """Runs the function on each replica."""
-    return self._program().call(*self._arguments(*args, **kwargs))
+    return self._forms().call(*self._arguments(*args, **kwargs))
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Lowers the program, as `jax.jit(...).lower` does."""
@@ -244,4 +248,4 @@ class CompiledFunction:
 
   def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """Traces the program, as `jax.jit(...).trace` does."""
-    return self._program().trace(*self._arguments(*args, **kwargs))
+    return self._forms().trace(*self._arguments(*args, **kwargs))

@@ -7,42 +7,62 @@ with what it was computed from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import jax
-import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.strategy import arguments
-from flaxshard.strategy.same_state import NUMBER
-from flaxshard.strategy.same_state import Replication
-from flaxshard.strategy.same_state import SUMMED
+from flaxshard.strategy import same_state
+from flaxshard.wrappers import stack
 
 # The cause of a difference after which no primitive is to blame.
 _OWN = "a replica's own data"
 
 
-def check_results(
-  results: Iterable[tuple[Any, Replication, Replication]],
+def check(
+  program: Any,
+  num_replicas: int,
+  leaves: Sequence[arguments.Leaf],
+  is_split: Sequence[bool],
+  results: Sequence[arguments.Leaf],
+  batches: list[str],
 ) -> None:
-  """Raises if replicas may differ in a result that they must share.
+  """Raises if replicas may differ in a result; warns of other mistakes.
 
   Args:
-    results: For each result its path in what `fn` returned, what was found, and
-      which replicas must hold the same value.
+    program: The traced function of a replica.
+    num_replicas: The number of replicas.
+    leaves: What its inputs are.
+    is_split: Whether each of them is split over the replicas.
+    results: What its outputs are.
+    batches: The arguments that look like batches, if none is split.
 
   Raises:
-    ValueError: A result may differ; the message names its path, the primitives
-      that make it differ, and the remedy.
+    ValueError: A leaf of a TrainState may differ between replicas that must
+      share it; the message names its path, the primitives that make it differ,
+      and the remedy.
   """
+  if num_replicas == 1:
+    return
+  checker = same_state.SameStateCheck(num_replicas)
+  # All replicas are one group, unless wrappers keep groups of them apart.
+  same = {
+    wrappers: checker.within(
+      stack.groups_of(wrappers or ()) or [range(num_replicas)]
+    )
+    for wrappers in {leaf.wrappers for leaf in (*leaves, *results)}
+  }
+  inputs = [
+    checker.own if split else same[leaf.wrappers]
+    for leaf, split in zip(leaves, is_split, strict=True)
+  ]
+  found = list(zip(results, checker.run(program, inputs), strict=True))
   differing = [
-    f"{trees.path_string(path)} ({', '.join(sorted(found.causes)) or _OWN})"
-    for path, found, wanted in results
-    if not found.is_same_within(wanted)
+    f"{trees.path_string(leaf.path)} ({', '.join(sorted(x.causes)) or _OWN})"
+    for leaf, x in found
+    if leaf.kind == arguments.SHARED
+    and not x.is_same_within(same[leaf.wrappers])
   ]
   if differing:
     raise ValueError(
@@ -54,11 +74,15 @@ def check_results(
       "you know that a value is the same on all replicas, bit for bit, mark it "
       "with get_replica_context().assume_replicated(...)."
     )
+  # Other functions may compute the same on all replicas for good reasons.
+  if any(leaf.wrappers is not None for leaf in leaves):
+    outputs = [x for leaf, x in found if leaf.wrappers is None]
+    _warn(checker.gradients, outputs, batches, num_replicas)
 
 
-def warn(
-  gradients: Sequence[Replication],
-  outputs: Sequence[Replication],
+def _warn(
+  gradients: Sequence[same_state.Replication],
+  outputs: Sequence[same_state.Replication],
   batches: list[str],
   num_replicas: int,
 ) -> None:
@@ -67,14 +91,18 @@ def warn(
   Args:
     gradients: The facts of the gradients that `apply_gradients` reduces.
     outputs: The facts of the outputs that are not part of a TrainState.
-    batches: What `whole_batches` returns.
+    batches: See `check`.
     num_replicas: The number of replicas.
   """
   computed = gradients or outputs
   # A program that drops other units on each replica still computes the whole
   # batch there. One that uses the number of a replica otherwise may take a part
   # of the batch by itself.
-  if batches and computed and not any(NUMBER in x.marks for x in computed):
+  if (
+    batches
+    and computed
+    and not any(same_state.NUMBER in x.marks for x in computed)
+  ):
     whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
     checks.warn(
       f"run: no argument is split over the {num_replicas} replicas, so each of "
@@ -86,7 +114,7 @@ def warn(
   # A sum over the replicas has made them the same, and not only constants or
   # the same data on all replicas.
   if all(x.is_replicated for x in gradients) and any(
-    SUMMED in x.marks for x in gradients
+    same_state.SUMMED in x.marks for x in gradients
   ):
     checks.warn(
       "run: the gradients are already reduced over the replicas when "
@@ -95,52 +123,3 @@ def warn(
       "of the gradients, or call apply_gradients(..., "
       "skip_gradients_aggregation=True)."
     )
-
-
-def whole_batches(
-  values: Sequence[Any],
-  leaves: Sequence[arguments.Leaf],
-  shardings: Sequence[jax.sharding.NamedSharding],
-  batch_dim: int,
-) -> list[str]:
-  """Returns the arguments that look like batches, if no argument is split.
-
-  Args:
-    values: The leaves of the arguments, as they are passed to `run`.
-    leaves: What they are.
-    shardings: Their shardings on the mesh.
-    batch_dim: The dimension of a batch with the examples: 1 behind the steps.
-  """
-  found = []
-  for x, leaf, sharding in zip(values, leaves, shardings, strict=True):
-    path = trees.path_string(leaf.path[1:])
-    # What wrappers keep for each replica (AGN's local parameters) is no data,
-    # and parameters that are stored split are gathered.
-    if (
-      leaf.kind != arguments.SHARED
-      and mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
-      and "wrapper_states" not in path
-    ):
-      return []
-    # Nobody has said how to split what is not on a mesh. jax.jit(...).lower
-    # takes shapes without a sharding, which says nothing.
-    if (
-      leaf.kind == arguments.SPLIT
-      and isinstance(x, (np.ndarray, jax.Array))
-      and not isinstance(
-        getattr(x, "sharding", None), jax.sharding.NamedSharding
-      )
-      and not _is_key(x)
-      # With fewer examples than replicas it is hardly a batch.
-      and x.shape[batch_dim:][:1] >= (sharding.mesh.shape[mesh_lib.REPLICA],)
-    ):
-      found.append(f"argument {path} of shape {x.shape}")
-  return found
-
-
-def _is_key(x: Any) -> bool:
-  """Returns whether an input is a PRNG key, typed or raw."""
-  if trees.is_prng_key(x):
-    return True
-  raw = jax.eval_shape(jax.random.PRNGKey, 0)
-  return bool(x.dtype == raw.dtype and x.shape[-1:] == raw.shape)

@@ -2,7 +2,8 @@
 
 The function is the body of a `jax.shard_map` that is manual over the replicas;
 the logical devices are left to XLA. The traced body is checked: a TrainState
-must come back the same from every replica.
+must come back the same from every replica. For `Strategy.run_steps` the
+function is a loop over batches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any
 
 import jax
 from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
@@ -23,9 +27,7 @@ from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
 from flaxshard.strategy import rewrites
-from flaxshard.strategy import same_state
 from flaxshard.strategy.arguments import Leaf
-from flaxshard.wrappers import stack
 
 PyTree = Any
 NamedSharding = jax.sharding.NamedSharding
@@ -70,10 +72,13 @@ class ReplicaProgram:
       parts.append(x)
     # Two states may have the same structure: the shapes tell them apart.
     shapes = map(compile_only.abstract_array, arrays, self.shardings)
-    states = arguments.states_of(self.treedef.unflatten(shapes))
+    nodes = jax.tree.leaves(
+      self.treedef.unflatten(shapes), is_leaf=arguments.is_state
+    )
+    states = list(filter(arguments.is_state, nodes))
+    replicas = self.mesh.shape[mesh_lib.REPLICA]
     context = replica_context.ReplicaContext(
-      self.mesh.shape[mesh_lib.REPLICA],
-      params=tuple(state.params for state in states),
+      replicas, params=tuple(state.params for state in states)
     )
     returned: list[Any] = []
 
@@ -106,7 +111,14 @@ class ReplicaProgram:
     # Traced once, for the check and for the call.
     program = jax.jit(mapped, inline=True).trace(*parts).jaxpr
     treedef, kinds, order = returned
-    self._check(program, in_specs, [kinds[i] for i in order])
+    mistakes.check(
+      program,
+      replicas,
+      self.leaves,
+      [spec != P() for spec in in_specs],
+      [kinds[i] for i in order],
+      self.batches,
+    )
     # On CPU bfloat16 is summed in float32.
     if self.mesh.devices.flat[0].platform != "cpu":
       program = rewrites.sum_before_widening(program)
@@ -122,34 +134,6 @@ class ReplicaProgram:
       treedef.unflatten(shardings),
       states,
     )
-
-  def _check(
-    self, program: Any, in_specs: Sequence[P], results: Sequence[Leaf]
-  ) -> None:
-    """Raises if a shared result may differ; warns of other mistakes."""
-    count = self.mesh.shape[mesh_lib.REPLICA]
-    if count == 1:
-      return
-    check = same_state.SameStateCheck(count)
-    # All replicas are one group, unless wrappers keep groups of them apart.
-    same = {
-      wrappers: check.within(stack.groups_of(wrappers or ()) or [range(count)])
-      for wrappers in {leaf.wrappers for leaf in (*self.leaves, *results)}
-    }
-    inputs = [
-      check.own if mesh_lib.REPLICA in spec else same[leaf.wrappers]
-      for spec, leaf in zip(in_specs, self.leaves, strict=True)
-    ]
-    found = list(zip(results, check.run(program, inputs), strict=True))
-    mistakes.check_results(
-      (leaf.path, fact, same[leaf.wrappers])
-      for leaf, fact in found
-      if leaf.kind == arguments.SHARED
-    )
-    # Other functions may compute the same on all replicas for good reasons.
-    if any(leaf.wrappers is not None for leaf in self.leaves):
-      outside = [fact for leaf, fact in found if leaf.wrappers is None]
-      mistakes.warn(check.gradients, outside, self.batches, count)
 
 
 def _place(results: PyTree, shardings: PyTree, arrived: list[Any]) -> PyTree:
@@ -193,3 +177,76 @@ def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
       f"nn.BatchNorm(axis_name={mesh_lib.REPLICA!r}) or jax.lax.pmean(x, "
       f"{mesh_lib.REPLICA!r})."
     ) from e
+
+
+# -- A loop over several steps, for `Strategy.run_steps`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+  """Makes a loop over batches from a step, for `Strategy.run_steps`.
+
+  It is hashable, so that the compiled loop is found again.
+
+  Attributes:
+    reduce: The structure of the reductions.
+    ops: Each of them: None, "sum" or "mean".
+  """
+
+  reduce: Any
+  ops: tuple[str | None, ...]
+
+  @classmethod
+  def create(cls, reduce: PyTree) -> Loop:
+    """Returns a loop with a reduction of the last step's outputs.
+
+    Raises:
+      ValueError: A leaf of `reduce` is no reduction.
+    """
+    ops, treedef = jax.tree.flatten(reduce, is_leaf=lambda x: x is None)
+    for op in ops:
+      if op is not None:
+        checks.one_of("run_steps: reduce", op, replica_context.REDUCE_OPS)
+    return cls(treedef, tuple(ops))
+
+  def __call__(self, step_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns `loop(state, batches)` over a step."""
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+      out = step_fn(state, batch)
+      # By type: a state may be a NamedTuple.
+      return out if type(out) is tuple and len(out) == 2 else (out, None)
+
+    def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
+      if isinstance(batches, list) and batches:
+        batches = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+      steps = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
+      if len(steps) != 1 or steps & {(), (0,)}:
+        raise ValueError(
+          "run_steps: all leaves of batches must have the same number of "
+          "steps, at least one, as their first dimension, got "
+          f"{sorted(steps)}."
+        )
+      # jax.lax.scan needs an initial carry of the outputs' shapes.
+      _, outputs = jax.eval_shape(
+        lambda batches: step(state, jax.tree.map(lambda x: x[0], batches)),
+        batches,
+      )
+      # The outputs are carried, not stacked: only those of the last step are
+      # returned.
+      zeros = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), outputs)
+      (state, outputs), _ = jax.lax.scan(
+        lambda carry, batch: (step(carry[0], batch), None),
+        (state, zeros),
+        batches,
+      )
+      context = replica_context.get_replica_context()
+      assert context is not None
+      parts = self.reduce.flatten_up_to(outputs)
+      reduced = [
+        part if op is None else Replicated(context.all_reduce(op, part))
+        for op, part in zip(self.ops, parts, strict=True)
+      ]
+      return state, self.reduce.unflatten(reduced)
+
+    return loop

@@ -17,7 +17,7 @@ from flaxshard.replicas import operations
 from flaxshard.replicas.operations import ValueContext
 from flaxshard.state import describe
 from flaxshard.strategy import calls
-from flaxshard.strategy import steps_loop
+from flaxshard.strategy.program import Loop
 
 PyTree = Any
 
@@ -180,7 +180,8 @@ class Strategy:
         "run: args must be a tuple of arguments, such as args=(state, batch), "
         f"got {checks.describe(args)}."
       )
-    return self._program(fn).call(tuple(args), dict(kwargs or {}))
+    forms = calls.compiled_forms(fn, self.mesh, wait=self.waits)
+    return forms.call(tuple(args), dict(kwargs or {}))
 
   def jit(
     self,
@@ -206,8 +207,12 @@ class Strategy:
     """
     if isinstance(donate_argnums, int):
       donate_argnums = (donate_argnums,)
-    donate_argnums = tuple(donate_argnums)
-    return calls.CompiledFunction(fn, lambda: self._program(fn, donate_argnums))
+    return calls.CompiledFunction(
+      fn,
+      mesh=self.mesh,
+      donate_argnums=tuple(donate_argnums),
+      wait=self.waits,
+    )
 
   def run_steps(
     self,
@@ -279,12 +284,13 @@ class Strategy:
     Raises:
       ValueError: `reduce` is no reduction.
     """
-    loop = steps_loop.Loop.create(reduce)
-    donate_argnums = (0,) if donate_state else ()
     return calls.CompiledFunction(
       step_fn,
-      lambda: self._program(step_fn, donate_argnums, loop),
       lambda state, batches: ((state, batches), {}),
+      mesh=self.mesh,
+      donate_argnums=(0,) if donate_state else (),
+      wait=self.waits,
+      loop=Loop.create(reduce),
     )
 
   def reduce(
@@ -562,12 +568,3 @@ class Strategy:
       [2.0, 2.0]
     """
     return logical_devices.on_device(self.mesh, logical_device_id, fn, *args)
-
-  def _program(
-    self,
-    fn: Callable[..., PyTree],
-    donate_argnums: tuple[int, ...] = (),
-    loop: steps_loop.Loop | None = None,
-  ) -> calls.CompiledForms:
-    """Returns the compiled programs of a function."""
-    return calls.compiled_forms(fn, self.mesh, donate_argnums, self.waits, loop)

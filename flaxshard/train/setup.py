@@ -170,7 +170,7 @@ class Setup:
       state: TrainState, progress: steps.Progress, batch: Any, rng: Any
     ) -> tuple[TrainState, steps.Progress]:
       # Each worker has the random streams of its own replicas.
-      with replica_context.number_from(first_replica):
+      with replica_context.marked(first_replica=first_replica):
         return steps.train_step(self.task, state, progress, batch, rng)
 
     donated = STATE, PROGRESS

@@ -185,7 +185,7 @@ MADE = EIGHT.distribute_values_from_function
   ("call", "fact"),
   [
     (lambda: EIGHT.reduce("max", VALUE), "'max'"),
-    (lambda: EIGHT.reduce("sum", VALUE, axis=2), "axis=2"),
+    (lambda: EIGHT.reduce("sum", VALUE, axis=2), "axis 2"),
     (lambda: EIGHT.reduce("sum", {"a": 1.0}), r"value\[a\] must be a PerRepl"),
     (lambda: EIGHT.gather({"a": 1.0}, 0), r"value\[a\] must be"),
     (lambda: SPLIT.reduce("sum", VALUE), "2 rows"),
