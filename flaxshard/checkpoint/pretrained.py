@@ -20,7 +20,6 @@ from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
-from flaxshard.state import create
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
@@ -186,7 +185,7 @@ def init_from(
     jax.tree.structure(fields), list((wanted | arrays).values())
   )
   if isinstance(state, TrainState):
-    new = create.reinitialize(state, new)
+    new = fields_lib.reinitialize(state, new)
   return new, report
 
 

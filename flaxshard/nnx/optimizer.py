@@ -18,8 +18,8 @@ from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.nnx import variables as variables_lib
 from flaxshard.partitioning import rules as rules_lib
+from flaxshard.state import create
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import initialization
 from flaxshard.state import nnx_adapter
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
@@ -130,7 +130,7 @@ class Optimizer(nnx.Optimizer[M]):
     if mesh is not None:
       stack.check_replicas(wrappers, num_replicas)
       param_specs = variables_lib.place_module(model, mesh, wrt, rules)
-    wrappers = stack.with_policy(wrappers, initialization.policy_of(model))
+    wrappers = stack.with_policy(wrappers, create.policy_of(model))
 
     super().__init__(model, tx, wrt=wrt, graph=graph)
     self.wrappers = nnx.static(wrappers)

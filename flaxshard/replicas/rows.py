@@ -73,7 +73,7 @@ def gather_is_smaller(slices: IndexedSlices, count: int) -> bool:
   """
   row = math.prod(slices.dense_shape[1:])
   gathered = (count - 1) * slices.indices.size * row * slices.dtype.itemsize
-  wide = jnp.dtype(_sum_dtype(slices.dtype)).itemsize
+  wide = gradients.accumulator_dtype(slices.dtype).itemsize
   # An all-reduce scatters the sums, and gathers them. The row numbers are
   # gathered either way.
   reduced = 2 * (count - 1) * slices.dense_shape[0] * row * wide // count
@@ -117,14 +117,14 @@ def _sum_gathered(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
   return IndexedSlices(
     _gather(slices.indices, groups),
     # Cast only now: float16 rows travel as they are.
-    values.astype(_sum_dtype(slices.dtype)),
+    values.astype(gradients.accumulator_dtype(slices.dtype)),
     slices.dense_shape,
   ).deduplicated()
 
 
 def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
   """Returns the sum, by an all-reduce of the whole array."""
-  dense = slices.astype(_sum_dtype(slices.dtype)).to_dense()
+  dense = slices.astype(gradients.accumulator_dtype(slices.dtype)).to_dense()
   with jax.named_scope(_SCOPE):
     total = jax.lax.psum(dense, mesh_lib.REPLICA, axis_index_groups=groups)
   indices = _gather(slices.indices, groups)
@@ -149,10 +149,3 @@ def _gather(x: jax.Array, groups: Groups) -> jax.Array:
     return jax.lax.all_gather(
       x, mesh_lib.REPLICA, axis_index_groups=groups, tiled=True
     )
-
-
-def _sum_dtype(dtype: Any) -> Any:
-  """Returns the dtype to sum in: float32 for narrower floats."""
-  if not jnp.issubdtype(dtype, jnp.floating):
-    return dtype
-  return gradients.accumulator_dtype(dtype)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 import dataclasses
 import functools
-import types
 from typing import Any, Protocol
 
 from flax import struct
@@ -86,22 +85,17 @@ def build(cls: Any, values: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _extend(cls: Any, names: tuple[str, ...]) -> Any:
-  # kw_only: they follow fields with defaults in the user's subclass.
-  fields = {name: struct.field(kw_only=True) for name in names}
-  annotations = {name: "Any" for name in names}
-  # The name, module and docstring of `cls`: users see the class they declared.
+  namespace = {
+    # kw_only: they follow fields with defaults in the user's subclass.
+    **{name: struct.field(kw_only=True) for name in names},
+    "__annotations__": dict.fromkeys(names, "Any"),
+    "_base_class": cls,  # for pickle, and for `TrainState.without_wrappers`
+    # Users see the class that they declared.
+    "__module__": cls.__module__,
+    "__doc__": cls.__doc__,
+  }
   # Subclassing a Flax dataclass makes the new class a dataclass too.
-  return types.new_class(
-    cls.__name__,
-    (cls,),
-    exec_body=lambda namespace: namespace.update(
-      fields,
-      __annotations__=annotations,
-      _base_class=cls,  # for pickle, and for `TrainState.without_wrappers`
-      __module__=cls.__module__,
-      __doc__=cls.__doc__,
-    ),
-  )
+  return type(cls)(cls.__name__, (cls,), namespace)
 
 
 def plain_state(state: Any) -> Any:
@@ -210,10 +204,9 @@ def complete_fields(
     `given` has, or if the devices of the mesh are for compiling alone.
   """
   given = dict(given)
-
-  def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    return computed(tx, wrappers, given, num_replicas(mesh))
-
+  create_fields = functools.partial(
+    computed, tx, wrappers, num_replicas=num_replicas(mesh)
+  )
   is_abstract = any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
   )
@@ -239,6 +232,24 @@ def complete_fields(
     out_shardings=shardings,
   )
   return {**placed, **jitted(placed)}
+
+
+def reinitialize(state: Any, replaced: Mapping[str, PyTree]) -> Any:
+  """Returns a state at step 0 with other parameters and collections.
+
+  Optimizer slots and wrapper states are created anew: some hold copies of the
+  parameters (a moving average, the local parameters of AGN).
+
+  Args:
+    state: A state of arrays, whose shardings the result has.
+    replaced: The new values of `params` and of collections, by field.
+  """
+  sharding: Any = jax.tree.leaves(state.params)[0].sharding
+  is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+  given = {**variables(state), **replaced}
+  mesh = sharding.mesh if is_on_mesh else None
+  new = complete_fields(state.tx, state.wrappers, given, mesh)
+  return state.replace(**new)
 
 
 def _shardings_of_fields(

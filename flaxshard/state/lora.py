@@ -38,7 +38,7 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
 
 if TYPE_CHECKING:
-  from flaxshard.state.initialization import Initializer
+  from flaxshard.state.create import Initializer
   from flaxshard.state.train_state import TrainState
 
 PyTree = Any
