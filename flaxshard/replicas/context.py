@@ -267,23 +267,22 @@ def specs_within(params: PyTree) -> PyTree:
     A tree of PartitionSpecs. They are empty if two TrainStates have parameters
     of the same shapes but other PartitionSpecs.
   """
-  leaves, structure = jax.tree.flatten(params)
+
+  def shapes(tree: PyTree) -> Any:
+    return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
+
   context = _current.get()
-  found = set()
-  for arrived in () if context is None else context.params:
-    arrays: list[Any] = jax.tree.leaves(arrived)
-    if jax.tree.structure(arrived) == structure and all(
-      x.shape == own.shape for x, own in zip(arrays, leaves, strict=True)
-    ):
-      shardings = [x.sharding for x in arrays]
-      found.add(
-        tuple(
-          specs_lib.only(s.spec, mesh_lib.logical_axes(s.mesh))
-          for s in shardings
-        )
-      )
-  specs = found.pop() if len(found) == 1 else [jax.P()] * len(leaves)
-  return structure.unflatten(specs)
+  structure, wanted = shapes(params)
+  found = {
+    tuple(
+      specs_lib.only(s.spec, mesh_lib.logical_axes(s.mesh))
+      for s in (x.sharding for x in jax.tree.leaves(arrived))
+    )
+    for arrived in (() if context is None else context.params)
+    if shapes(arrived) == (structure, wanted)
+  }
+  specs = found.pop() if len(found) == 1 else [jax.P()] * len(wanted)
+  return jax.tree.unflatten(structure, specs)
 
 
 def reduce_over_replicas(
@@ -309,7 +308,7 @@ def reduce_over_replicas(
     # over other axes.
     if op != "mean":
       return tree
-    return treedef.unflatten([x / 1 for x in leaves])
+    return jax.tree.unflatten(treedef, [x / 1 for x in leaves])
   count = len(groups[0]) if groups else num_replicas()
   collectives: dict[str, Any] = {
     "sum": jax.lax.psum,
@@ -319,7 +318,7 @@ def reduce_over_replicas(
   sent = {
     i: _widen(x) for i, x in enumerate(leaves) if not is_indexed_slices(x)
   }
-  received = sent
+  received: Any = sent
   if sent:
     received = collectives[op](sent, mesh_lib.REPLICA, axis_index_groups=groups)
 
@@ -328,7 +327,7 @@ def reduce_over_replicas(
       return rows.reduce(op, x, count, groups)
     return received[i] if sent[i] is x else received[i].astype(x.dtype)
 
-  return treedef.unflatten(map(reduced, range(len(leaves)), leaves))
+  return jax.tree.unflatten(treedef, map(reduced, range(len(leaves)), leaves))
 
 
 def _widen(x: Any) -> Any:

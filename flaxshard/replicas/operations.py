@@ -54,7 +54,7 @@ def reduce(
     )
 
   def reduce_rows(x: Any) -> jax.Array:
-    axes = (0,)
+    axes: tuple[int, ...] = (0,)
     if axis is not None:
       axes += (1 + normalize_axis_index(axis, np.ndim(x) - 1, "reduce"),)
     return _reduce(mesh, reduce_op, axes, _on_mesh(mesh, x))

@@ -243,7 +243,7 @@ def _trace(
     if jaxprs.computes_in(traced.jaxpr, jnp.float16):
       policy = Policy("mixed_float16")
   elif isinstance(model, nnx.Module):
-    apply_fn, boxed = nnx_adapter.split(model, boxed=True, copy=False)
+    apply_fn, boxed = nnx_adapter.split(model)
     policy, args = policy_of(model), (rules_lib.unbox(boxed),)
     # Copies: donating the state must not delete the arrays of the module.
     initialize = lambda variables: jax.tree.map(jnp.copy, variables)
@@ -254,7 +254,7 @@ def _trace(
       # NNX would shard each variable by its metadata alone, before `rules` do.
       with nnx.use_eager_sharding(False):
         module = _construct_nnx(model, rng)
-      apply_fn, variables = nnx_adapter.split(module, boxed=True)
+      apply_fn, variables = nnx_adapter.split(module)
       static[:] = apply_fn, policy_of(module)
       return variables
 

@@ -139,32 +139,28 @@ class Apply:
     return state
 
 
-def split(
-  module: nnx.Module, *, boxed: bool = False, copy: bool = True
-) -> tuple[Apply, dict[str, Any]]:
+def split(module: nnx.Module) -> tuple[Apply, dict[str, Any]]:
   """Splits an NNX module into an apply function and its variables.
 
   Args:
-    module: An initialized module, or one of `nnx.eval_shape` with
-      `copy=False`; it is not changed.
-    boxed: Whether to box arrays that have partitioning metadata, as Linen does.
-    copy: Whether to copy the arrays, so that donating them does not delete
-      those of the module. Without copies nothing is allocated.
+    module: An initialized module, or one of `nnx.eval_shape`; it is not
+      changed.
 
   Returns:
     `(apply_fn, variables)`. `variables` has a nested dict of arrays for each
-    kind of variable. The names are Linen's: `params`, `batch_stats`, `cache`,
-    `intermediates`. Keys and counters of random streams are in `rngs`, arrays
-    outside of variables in `arrays`, and variables of any other kind in a
-    collection with the name of their class.
+    kind of variable: those of the module, in Linen's boxes if they have
+    partitioning metadata. The names are Linen's: `params`, `batch_stats`,
+    `cache`, `intermediates`. Keys and counters of random streams are in `rngs`,
+    arrays outside of variables in `arrays`, and variables of any other kind in
+    a collection with the name of their class.
   """
   graphdef, state = nnx.split(module)
   collections: dict[Place, Any] = {}
   for place, variable, value in leaves_of(state):
     # A Python number has no dtype until JAX makes an array of it.
-    if copy or isinstance(value, (bool, int, float, complex)):
-      value = jnp.copy(value)
-    collections[place] = box(variable, value) if boxed else value
+    if isinstance(value, (bool, int, float, complex)):
+      value = jnp.asarray(value)
+    collections[place] = box(variable, value)
   apply_fn = Apply(graphdef, jax.tree.structure(state), tuple(collections))
   return apply_fn, traverse_util.unflatten_dict(collections)
 
