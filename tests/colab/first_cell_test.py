@@ -1,6 +1,7 @@
 """The first cell installs flaxshard on the packages of Colab's runtimes."""
 
 from collections.abc import Mapping
+from concurrent import futures
 import glob
 import json
 import os
@@ -110,11 +111,10 @@ class _Runtime:
   def run_first_cell(
     self, before: str, **variables: str
   ) -> subprocess.CompletedProcess:
-    session = self._folder / "session.py"
     cells = make_notebooks.read(_SOURCE).cells
     first = next(x["source"] for x in cells if x["cell_type"] == "code")
-    session.write_text(f"{before}\n{first}")
-    return self.run(str(self.python), str(session), check=False, **variables)
+    session = (str(self.python), "-c", f"{before}\n{first}")
+    return self.run(*session, check=False, **variables)
 
   def installed(self) -> dict[str, str]:
     found = json.loads(self.run(str(self.python), "-c", _LIST).stdout)
@@ -169,8 +169,13 @@ def test_first_cell_upgrades_colab_packages_and_quick_start_runs(
   before = runtime.installed()
   assert _pinned("colab_constraints.txt").items() <= before.items()
 
-  for hardware, plugins in _REPLACED.items():
-    new = _would_install(runtime, hardware, tmp_path / hardware)
+  # Side by side: they wait for the network.
+  with futures.ThreadPoolExecutor() as pool:
+    found = pool.map(
+      lambda hardware: _would_install(runtime, hardware, tmp_path / hardware),
+      _REPLACED,
+    )
+  for (hardware, plugins), new in zip(_REPLACED.items(), found, strict=True):
     replaced = set(new) & set(before | _FURTHER[hardware])
     assert replaced == {"flax", "jax", "jaxlib", *plugins}, hardware
     assert set(new) - replaced == _ADDED, hardware
@@ -191,7 +196,11 @@ def test_first_cell_upgrades_colab_packages_and_quick_start_runs(
   changed = {name for name in before if after.get(name) != before[name]}
   assert changed == {"flax", "jax", "jaxlib"}
 
-  output = runtime.run(str(runtime.python), str(_SOURCE)).stdout
+  # notebooks_test.py trains longer.
+  source = _SOURCE.read_text()
+  assert "range(900)" in source
+  short = source.replace("range(900)", "range(200)")
+  output = runtime.run(str(runtime.python), "-c", short).stdout
   assert output.startswith("8 x cpu\n")
   (accuracy,) = re.findall(r"^accuracy: ([\d.]+)", output, re.M)
-  assert float(accuracy) >= 0.96
+  assert float(accuracy) >= 0.9

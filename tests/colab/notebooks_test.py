@@ -6,7 +6,6 @@ import re
 
 import make_notebooks
 import nbformat
-import notebook_outputs
 import pytest
 
 _SOURCES = make_notebooks.sources()
@@ -91,44 +90,67 @@ def test_every_source_has_its_notebook_and_its_results() -> None:
   assert {path.stem for path in folder.glob("*.ipynb")} == names
 
 
+def _code_cells(notebook: nbformat.NotebookNode) -> list:
+  return [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+
+
+def _stdout(cell: nbformat.NotebookNode) -> str:
+  return "".join(
+    output["text"]
+    for output in cell["outputs"]
+    if output["output_type"] == "stream" and output["name"] == "stdout"
+  )
+
+
+def _printed(notebook: nbformat.NotebookNode) -> list[str]:
+  """Returns the lines that cells with the tag "result" have printed."""
+  return [
+    line
+    for cell in notebook.cells
+    if "result" in cell["metadata"].get("tags", [])
+    for line in _stdout(cell).splitlines()
+  ]
+
+
+def _read_results(notebook: nbformat.NotebookNode) -> dict[str, float]:
+  """Returns the values of the printed lines `name: number`."""
+  matches = [
+    re.fullmatch(r"(\S.*?): +(-?[\d.,e+-]+)", line)
+    for line in _printed(notebook)
+  ]
+  return {m[1]: float(m[2].replace(",", "")) for m in matches if m}
+
+
 def _check(notebook: nbformat.NotebookNode, name: str) -> None:
   """Compares what a notebook has printed with the table of results."""
-  cells = notebook_outputs.code_cells(notebook)
-  assert notebook_outputs.stdout(cells[0]).startswith("8 x cpu\n")
+  cells = _code_cells(notebook)
+  assert _stdout(cells[0]).startswith("8 x cpu\n")
   outputs = [output for cell in cells for output in cell["outputs"]]
   assert sum("image/png" in x.get("data", {}) for x in outputs) == 1
   assert "Warning:" not in "".join(x.get("text", "") for x in outputs)
-  results, expected = notebook_outputs.results(notebook), _RESULTS[name]
+  results, expected = _read_results(notebook), _RESULTS[name]
   assert set(results) == set(expected)
   for result, (low, high) in expected.items():
     assert low <= results[result] <= high, (result, results[result])
   if name == "agn_and_diloco":
-    lines = "\n".join(notebook_outputs.printed(notebook))
+    lines = "\n".join(_printed(notebook))
     assert re.search(_PLAN, lines), lines
 
 
 @pytest.mark.parametrize("source", _SOURCES, ids=lambda path: path.stem)
-def test_stored_notebook_is_its_source_with_outputs(
+def test_stored_notebook_is_its_source_with_outputs_and_a_badge(
   source: pathlib.Path,
 ) -> None:
   stored = nbformat.read(source.with_suffix(".ipynb"), 4)
   nbformat.validate(stored)
   _check(stored, source.stem)
-  for cell in notebook_outputs.code_cells(stored):
+  for cell in _code_cells(stored):
     cell["outputs"], cell["execution_count"] = [], None
-  assert stored == make_notebooks.read(source)
-
-
-def test_notebooks_start_with_their_badge_and_the_same_first_cell() -> None:
-  first = notebook_outputs.code_cells(make_notebooks.read(_SOURCES[0]))[0][
-    "source"
-  ]
-  for source in _SOURCES:
-    notebook = make_notebooks.read(source)
-    assert f"]({_BADGE}{source.stem}.ipynb)" in notebook.cells[0]["source"]
-    assert notebook_outputs.code_cells(notebook)[0]["source"] == first, (
-      source.stem
-    )
+  notebook = make_notebooks.read(source)
+  assert stored == notebook
+  assert f"]({_BADGE}{source.stem}.ipynb)" in notebook.cells[0]["source"]
+  first = _code_cells(make_notebooks.read(_SOURCES[0]))[0]
+  assert _code_cells(notebook)[0] == first
 
 
 # One notebook makes plans with the TPU compiler.
@@ -182,6 +204,6 @@ def test_notebook_runs_with_one_chip(
   notebook = make_notebooks.read(source)
   notebook.cells.insert(0, nbformat.v4.new_code_cell(_ONE_CHIP))
   make_notebooks.execute(notebook, tmp_path, timeout=300)
-  _, first, second, *_ = notebook_outputs.code_cells(notebook)
-  assert notebook_outputs.stdout(first).startswith("1 x cpu\n")
-  assert notebook_outputs.stdout(second) == "8 devices: cpu\n"
+  _, first, second, *_ = _code_cells(notebook)
+  assert _stdout(first).startswith("1 x cpu\n")
+  assert _stdout(second) == "8 devices: cpu\n"

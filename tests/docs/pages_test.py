@@ -7,12 +7,10 @@ import pathlib
 import re
 
 import page_blocks
-import page_commands
 import page_runner
 import pytest
 
 _PAGES = {page.name: page for page in page_blocks.pages()}
-_KINDS = ("python", "diff", "bash")
 
 
 def _marks(page: page_blocks.Page) -> list[pytest.MarkDecorator]:
@@ -37,7 +35,8 @@ def test_every_block_is_checked(name: str) -> None:
 )
 def test_blocks_run_in_order(name: str, tmp_path: pathlib.Path) -> None:
   page = _PAGES[name]
-  page_runner.run(page, tmp_path, _KINDS if page.mark else ("python", "diff"))
+  kinds = ("python", "diff", "bash") if page.mark else ("python", "diff")
+  page_runner.run(page, tmp_path, kinds)
 
 
 @pytest.mark.slow
@@ -55,12 +54,10 @@ def test_what_covers_a_block_exists_and_is_needed() -> None:
     for page in _PAGES.values()
     for block in page.blocks
     for text in (
-      page_commands.commands(block.text)
-      if block.kind == "bash"
-      else [block.text]
+      page_runner.commands(block.text) if block.kind == "bash" else [block.text]
     )
   ]
-  for kind, pattern, test in page_commands.ELSEWHERE:
+  for kind, pattern, test in page_runner.ELSEWHERE:
     if not test.startswith("none: "):
       assert (page_blocks.ROOT / test).exists(), test
     assert any(
@@ -74,3 +71,48 @@ def test_has_one_command_for_the_main_job_and_one_for_the_tests() -> None:
   for part in ("--config=configs/digits.py", "-m pytest"):
     found = [x for x in lines if x.startswith("python3 -m venv") and part in x]
     assert len(found) == 1, part
+
+
+# The runner finds wrong outputs, errors and unchecked blocks.
+
+
+def _page(tmp_path: pathlib.Path, text: str) -> page_blocks.Page:
+  path = tmp_path / "page.md"
+  path.write_text(text)
+  return page_blocks.read(path)
+
+
+@pytest.mark.parametrize(
+  ("code", "text"),
+  [
+    ("print('a')", "b"),
+    ("print('a')", "ValueError: a"),
+    ("raise ValueError('a')", "ValueError: b"),
+    ("import warnings\nwarnings.warn('a')", "UserWarning: b"),
+  ],
+)
+def test_other_text_is_named_with_page_and_line(
+  code: str, text: str, tmp_path: pathlib.Path
+) -> None:
+  page = f"\n```python\n{code}\n```\n```text\n{text}\n```\n"
+  line = page[: page.index("```text")].count("\n") + 2
+  with pytest.raises(page_runner.PageError, match=rf"^page\.md:{line}: "):
+    page_runner.run(_page(tmp_path, page), tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("page", "message"),
+  [
+    ("```\na\n```\n", r"page\.md:2: no test checks blocks of the kind ''"),
+    ("```{code-block} python\na\n```\n", "kind '{code-block}'"),
+    ("````{note}\n\n```json\n{}\n```\n````\n", r"page\.md:4: .* kind 'json'"),
+    ("```text\na\n```\n", "follows no code block"),
+    ("```python\n```\n```text\n```\n```text\n```\n", r":6: .* follows no code"),
+    ("```bash\nkubectl a\n```\n", "no rule for 'kubectl a'"),
+  ],
+)
+def test_a_block_that_nothing_checks_is_named(
+  page: str, message: str, tmp_path: pathlib.Path
+) -> None:
+  with pytest.raises(page_runner.PageError, match=message):
+    page_runner.check_kinds(_page(tmp_path, page))

@@ -65,18 +65,12 @@ def _apply(model, variables, inputs, train=False, key=None):
   return model.apply(variables, inputs, train=train, rngs=rngs)
 
 
-def _count(variables):
-  return sum(x.size for x in jax.tree.leaves(variables["params"]))
+def _abstract(model, inputs):
+  return jax.eval_shape(model.init, jax.random.key(0), inputs)
 
 
-def test_resnet50_has_as_many_parameters_as_published():
-  model = models.ResNet(num_classes=1000)
-  images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-  variables = jax.eval_shape(model.init, jax.random.key(0), images)
-  assert _count(variables) == 25_557_032
-  # Mean and variance for each of the 26,560 normalized channels.
-  statistics = jax.tree.leaves(variables["batch_stats"])
-  assert sum(x.size for x in statistics) == 2 * 26_560
+def _count(tree):
+  return sum(x.size for x in jax.tree.leaves(tree))
 
 
 def test_resnet_has_its_stride_in_the_3x3_convolution():
@@ -122,21 +116,24 @@ def test_resnet_updates_batch_statistics_in_training_only():
     assert leaf.dtype == jnp.float32
 
 
-def test_number_of_parameters_of_cnn_and_transformer():
-  key = jax.random.key(0)
+def test_numbers_of_parameters():
+  resnet = models.ResNet(num_classes=1000)
+  images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+  variables = _abstract(resnet, images)
+  # As published, for ResNet-50.
+  assert _count(variables["params"]) == 25_557_032
+  # Mean and variance for each of the 26,560 normalized channels.
+  assert _count(variables["batch_stats"]) == 2 * 26_560
   cnn, images, _ = _create("cnn")
   convolutions = (3 * 9 * 4 + 4) + (4 * 9 * 8 + 8)
   dense = (4 * 4 * 8 * 16 + 16) + (16 * 10 + 10)
-  assert _count(jax.eval_shape(cnn.init, key, images)) == convolutions + dense
+  assert _count(_abstract(cnn, images)) == convolutions + dense
   transformer, tokens, _ = _create("transformer", num_layers=2)
   attention = 4 * (16 * 16 + 16)
   mlp = (16 * 32 + 32) + (32 * 16 + 16)
   block = attention + mlp + 2 * 2 * 16
   tables = (50 + 16 + 50) * 16  # embeddings, positions, head
-  assert (
-    _count(jax.eval_shape(transformer.init, key, tokens))
-    == 2 * block + tables + 2 * 16
-  )
+  assert _count(_abstract(transformer, tokens)) == 2 * block + tables + 2 * 16
 
 
 @pytest.mark.slow
@@ -144,28 +141,21 @@ def test_number_of_parameters_of_cnn_and_transformer():
 def test_logits_and_gradients_are_finite_float32(name):
   model, inputs, shape = _create(name)
   variables = _init(model, inputs)
-  for leaf in jax.tree.leaves(variables):
-    assert leaf.dtype == jnp.float32
 
   def loss_fn(params):
-    logits, _ = model.apply(
-      {**variables, "params": params},
-      inputs,
-      train=True,
-      mutable=["batch_stats"],
-    )
+    given = {**variables, "params": params}
+    logits, _ = model.apply(given, inputs, train=True, mutable=["batch_stats"])
     return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0]), logits
 
   @jax.jit
-  def both(params):
-    trained = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    return trained, model.apply({**variables, "params": params}, inputs)
+  def both(variables):
+    grad = jax.grad(loss_fn, has_aux=True)
+    return *grad(variables["params"]), model.apply(variables, inputs)
 
-  ((_, trained), grads), evaluated = both(variables["params"])
-  for logits in (trained, evaluated):
-    assert logits.shape == shape
-    assert logits.dtype == jnp.float32
-  for leaf in jax.tree.leaves((trained, evaluated, grads)):
+  grads, trained, evaluated = both(variables)
+  assert trained.shape == evaluated.shape == shape
+  for leaf in jax.tree.leaves((variables, trained, evaluated, grads)):
+    assert leaf.dtype == jnp.float32
     assert np.isfinite(leaf).all()
 
 
@@ -238,7 +228,7 @@ def test_dropout_in_training_only(name):
 def test_invalid_field_or_input_raises(name, inputs, fields, error, facts):
   model, _, _ = _create(name, **fields)
   with pytest.raises(error, match=facts):
-    jax.eval_shape(model.init, jax.random.key(0), inputs)
+    _abstract(model, inputs)
 
 
 def test_create_accepts_config_dicts():

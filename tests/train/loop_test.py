@@ -9,8 +9,9 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
+import types
 
-import fake_ipython
 from flax import nnx
 import jax
 import numpy as np
@@ -101,7 +102,10 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
   assert [r["step"] for r in tiny.rows(workdir)] == [2, 3, 4, 6]
 
   with monkeypatch.context() as patch, at_step_3(signal.SIGINT):
-    fake_ipython.Shell(patch, notebook=False)
+    # IPython in a terminal, which the tests do not need to be installed.
+    shell = types.SimpleNamespace(config={})
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell)
+    patch.setitem(sys.modules, "IPython", ipython)
     part = train.train_and_evaluate(tiny.config(), workdir)
   assert "resuming from step 4" in caplog.text
   assert "SIGINT: saved step 7" in caplog.text
