@@ -6,6 +6,7 @@ import agn_reference
 import jax
 import numpy as np
 import optax
+import quadratic_states
 
 import flaxshard as fs
 
@@ -47,12 +48,8 @@ def strategy_of(replicas):
 
 
 def create(strategy, wrapper, tx, params=PARAMS, wrappers=()):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=tx,
-    wrappers=[*wrappers, wrapper],
-    strategy=strategy,
+  return quadratic_states.create(
+    [*wrappers, wrapper], tx, params, strategy=strategy
   )
 
 

@@ -1,6 +1,7 @@
 """States with a loss scale."""
 
 import jax
+import quadratic_states
 
 import flaxshard as fs
 
@@ -9,12 +10,7 @@ apply_step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
 
 
 def create(params, tx, scale="dynamic", **kwargs):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=tx,
-    wrappers=[fs.LossScale(scale, **kwargs)],
-  )
+  return quadratic_states.create([fs.LossScale(scale, **kwargs)], tx, params)
 
 
 def scale_state(state):

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-import flaxshard as fs
+import quadratic_states
 
 P = jax.sharding.PartitionSpec
 
@@ -37,14 +36,8 @@ def create(strategy, tx, wrappers=(), spec=None, rows=ROWS, **kwargs):
   values = params(rows=rows)
   sharding = jax.sharding.NamedSharding(strategy.mesh, spec or P())
   values["table"] = jax.device_put(values["table"], sharding)
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=values,
-    tx=tx,
-    wrappers=wrappers,
-    strategy=strategy,
-    sparse=["table"],
-    **kwargs,
+  return quadratic_states.create(
+    wrappers, tx, values, strategy=strategy, sparse=["table"], **kwargs
   )
 
 
@@ -60,7 +53,7 @@ def train_step(state, batch):
 
 def reference(tx, num_steps, dtype=jnp.float32):
   """Returns the parameters after steps of optax, with the whole gradient."""
-  state = fs.TrainState.create(apply_fn=None, params=params(dtype), tx=tx)
+  state = quadratic_states.create(tx=tx, params=params(dtype))
   step = jax.jit(train_step)
   for i in range(num_steps):
     state, _ = step(state, batch(i))

@@ -356,7 +356,11 @@ def to_global(tree: PyTree) -> PyTree:
 
 def _swap_collections(state: Any, states: Mapping[str, PyTree]) -> Any:
   """Exchanges the state's collections for those of one replica."""
-  states, collections = stack.swap_collections(
-    state.wrappers, states, fields_lib.collections(state)
-  )
-  return state.replace(wrapper_states=states, **collections)
+  new, collections = dict(states), fields_lib.collections(state)
+  for w in state.wrappers:
+    if stack.keeps_collections(new[w.name]):
+      kept = new[w.name].collections
+      given = {name: collections[name] for name in kept}
+      new[w.name] = new[w.name]._replace(collections=given)
+      collections = {**collections, **kept}
+  return state.replace(wrapper_states=new, **collections)

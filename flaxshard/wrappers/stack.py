@@ -232,22 +232,6 @@ def map_per_replica(
   return mapped
 
 
-def swap_collections(
-  wrappers: Wrappers, states: States, collections: dict[str, PyTree]
-) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-  """Exchanges the train state's collections for those of a replica."""
-  states = dict(states)
-  for w in wrappers:
-    name = w.name
-    if keeps_collections(states[name]):
-      kept = states[name].collections
-      states[name] = states[name]._replace(
-        collections={k: collections[k] for k in kept}
-      )
-      collections = {**collections, **kept}
-  return states, collections
-
-
 # -- Each of them in turn.
 
 

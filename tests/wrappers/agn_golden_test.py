@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 
 import flaxshard as fs
 
@@ -53,11 +54,10 @@ def test_every_step_equals_that_of_the_original(case):
     commit="sequential",
     share_step_count=config["optimizer"] == "adam",
   )
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={k: np.float32(v) for k, v in config["init"].items()},
-    tx=optimizer(config["optimizer"], config["hyper"]),
-    wrappers=[wrapper],
+  state = quadratic_states.create(
+    [wrapper],
+    optimizer(config["optimizer"], config["hyper"]),
+    {k: np.float32(v) for k, v in config["init"].items()},
     strategy=strategy,
   )
   problems = strategy.distribute_values_from_function(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 from tree_equality import assert_trees_close
 from tree_equality import assert_trees_equal
 
@@ -31,14 +32,9 @@ def step(state, x, bad):
 RUN = FOUR.jit(step)
 
 
-def create(wrappers, params=PARAMS, tx=None, strategy=FOUR, **collections):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=tx or SGD,
-    wrappers=wrappers,
-    strategy=strategy,
-    **collections,
+def create(wrappers, params=PARAMS, tx=SGD, strategy=FOUR, **collections):
+  return quadratic_states.create(
+    wrappers, tx, params, strategy=strategy, **collections
   )
 
 

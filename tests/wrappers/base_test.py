@@ -1,6 +1,7 @@
 """The base class of wrappers, and a stack of wrappers."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 from compilations import count
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 
 import flaxshard as fs
 from flaxshard.wrappers import Base
@@ -60,15 +62,9 @@ class Counter(Base):
     return target, state + 1
 
 
-def create(wrappers, params=None, tx=None):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.array([2.0, -3.0])} if params is None else params,
-    tx=tx or optax.sgd(0.5),
-    wrappers=wrappers,
-  )
-
-
+create = functools.partial(
+  quadratic_states.create, params={"w": np.array([2.0, -3.0], np.float32)}
+)
 step = jax.jit(lambda state, g: state.apply_gradients(grads={"w": g}))
 
 
@@ -178,7 +174,7 @@ def eager_step(state):
   ids=["dynamic", "large", "agn"],
 )
 def test_eager_steps_do_not_compile_again(wrappers, params):
-  state = create(wrappers, params, optax.sgd(0.125))
+  state = create(wrappers, optax.sgd(0.125), params=params)
   start = jax.tree.map(jnp.copy, state)
   for _ in range(4):  # an AGN commit is every second step
     state = eager_step(state)

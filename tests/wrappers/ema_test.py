@@ -1,10 +1,13 @@
 """EMA: the average, skipped steps, other wrappers and checkpoints."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 import tree_equality
 
 import flaxshard as fs
@@ -12,16 +15,7 @@ import flaxshard as fs
 PARAMS = {"w": np.array([1.0, -2.0], np.float32)}
 # A new optimizer would be another static field.
 SGD = optax.sgd(0.125)
-
-
-def create(wrappers, params=PARAMS, **kwargs):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=jax.tree.map(jnp.array, params),
-    tx=SGD,
-    wrappers=wrappers,
-    **kwargs,
-  )
+create = functools.partial(quadratic_states.create, tx=SGD, params=PARAMS)
 
 
 @jax.jit
@@ -86,7 +80,7 @@ def test_average_is_that_of_the_updates(other, gradients, updates, is_outside):
 
 def test_average_of_bfloat16_parameters_is_float32():
   params = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(3)}
-  state = create([fs.EMA(0.999, debias=False)], params)
+  state = create([fs.EMA(0.999, debias=False)], params=params)
   average = state.wrapper_states["ema"].params
   assert average["w"].dtype == jnp.float32 and average["n"] is None
   state = step(state, 1.0)
@@ -134,7 +128,7 @@ def test_average_takes_four_bytes_per_parameter():
   params = {"w": jnp.ones((512, 512))}
 
   def compile_step(wrappers):
-    state = create(wrappers, params)
+    state = create(wrappers, params=params)
     jitted = jax.jit(
       lambda state: state.minimize(lambda p: (p["w"] ** 2).sum())[0],
       donate_argnums=0,

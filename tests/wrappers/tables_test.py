@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 import sparse_states
 import tree_equality
 
@@ -24,13 +25,9 @@ def strategy_of(replicas):
 
 
 def create(tx, wrappers, strategy=None, params=None, sparse=("table",)):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=params or sparse_states.params(),
-    tx=tx,
-    wrappers=wrappers,
-    strategy=strategy,
-    sparse=sparse,
+  params = params or sparse_states.params()
+  return quadratic_states.create(
+    wrappers, tx, params, strategy=strategy, sparse=sparse
   )
 
 
