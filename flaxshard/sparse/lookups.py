@@ -68,15 +68,15 @@ def value_and_grad(
     >>> grads["table"].indices.tolist(), grads["bias"].tolist()
     ([7, 3], [2.0, 2.0])
   """
-  leaves = jax.tree.leaves(params)
-  treedef: Any = jax.tree.structure(params)
+  leaves, treedef = jax.tree.flatten(params)
   program, shapes = jax.make_jaxpr(fn, return_shape=True)(params)
-  is_table = jax.tree.leaves(mask)
-  dense, found = _find(program, leaves, is_table)
-  for leaf, eqn in dense.items():
+  tables = [i for i, is_table in enumerate(jax.tree.leaves(mask)) if is_table]
+  trial = _Evaluation(None)
+  jax.eval_shape(lambda x: trial.run(program, x, tables), leaves)
+  for leaf, eqn in trial.dense.items():
     checks.warn(_describe_dense(trees.names(params)[leaf], eqn))
-  tables = [i for i, t in enumerate(is_table) if t and i not in dense]
-  found = [(i, shape) for i, shape in found if i in tables]
+  tables = [i for i in tables if i not in trial.dense]
+  found = [(i, rows.shape) for i, _, rows in trial.lookups if i in tables]
 
   def tapped(trained: tuple[dict[int, Any], list[jax.Array]]) -> Any:
     others, taps = trained
@@ -102,22 +102,8 @@ def value_and_grad(
     grads[i] = IndexedSlices(
       jnp.concatenate(indices), jnp.concatenate(values), shape
     )
-  return (value, aux), treedef.unflatten([grads[i] for i in range(len(leaves))])
-
-
-def _find(
-  program: Any, leaves: Sequence[Any], is_table: Sequence[bool]
-) -> tuple[dict[int, Any], list[tuple[int, tuple[int, ...]]]]:
-  """Finds the lookups of a program.
-
-  Returns:
-    The tables that are used in another way, with the first such equation; and
-    for each lookup the table and the shape of its rows.
-  """
-  evaluation = _Evaluation(None)
-  tables = [i for i, t in enumerate(is_table) if t]
-  jax.eval_shape(lambda x: evaluation.run(program, x, tables), list(leaves))
-  return evaluation.dense, [(i, x.shape) for i, _, x in evaluation.lookups]
+  new = [grads[i] for i in range(len(leaves))]
+  return (value, aux), jax.tree.unflatten(treedef, new)
 
 
 def _describe_dense(path: str, eqn: Any) -> str:

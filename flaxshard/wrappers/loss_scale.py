@@ -251,8 +251,11 @@ class LossScale(base.Base):
       if jnp.dtype(jnp.float16) not in dtypes:
         return ()
     rule = self.rule
-    is_fixed = isinstance(rule, FixedLossScale)
-    scale = rule.loss_scale if is_fixed else rule.initial_scale
+    scale = (
+      rule.loss_scale
+      if isinstance(rule, FixedLossScale)
+      else rule.initial_scale
+    )
     zero = jnp.zeros((), jnp.int32)
     return LossScaleState(jnp.array(scale, jnp.float32), zero, zero, zero)
 
