@@ -8,28 +8,16 @@ import numpy as np
 import optax
 import pytest
 import quadratic_states
+from regression import PARAMS
+from regression import train_step
+from regression import X
+from regression import Y
 import tree_equality
 
 import flaxshard as fs
 
-_rng = np.random.default_rng(0)
-X = _rng.normal(size=(4, 16, 8)).astype(np.float32)
-Y = _rng.normal(size=(4, 16)).astype(np.float32)
-PARAMS = {
-  "w1": _rng.normal(size=(8, 8)).astype(np.float32),
-  "w2": _rng.normal(size=(8,)).astype(np.float32),
-}
 # A new optimizer would be another static field.
 TX = optax.adam(optax.linear_schedule(0.1, 0.0, 4))
-
-
-def loss_fn(params, batch):
-  predicted = jnp.tanh(batch["x"] @ params["w1"]) @ params["w2"]
-  return ((predicted - batch["y"]) ** 2).mean()
-
-
-def train_step(state, batch):
-  return state.minimize(loss_fn, batch)
 
 
 jitted = jax.jit(train_step)
@@ -54,7 +42,7 @@ assert_close = functools.partial(
 def test_update_equals_that_of_one_large_batch():
   wrapper = fs.Accumulate(2)
   state, large = create([wrapper]), create()
-  for i in (0, 2):
+  for i in (0, 1):
     before = state
     state, _ = jitted(state, batch(i))
     sums = state.wrapper_states["accumulate"]

@@ -65,23 +65,23 @@ def collectives(compiled):
   return kinds
 
 
-def test_a_combined_commit_is_one_reduction_inside_the_conditional():
-  compiled = compile_step(fs.AGN(10, commit="mean"))
-  assert collectives(compiled) == {"all-reduce": BYTES}
-  assert len(plans.collectives(compiled, all_devices().mesh)) == 1
-
-
-def test_a_sequential_commit_exchanges_the_parameters_twice():
-  # Eight divides every leaf. The all-gather is of the center and its slots.
-  wanted = {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}
-  assert collectives(compile_step(fs.AGN(10))) == wanted
-
-
-@pytest.mark.slow
-def test_a_sequential_commit_that_mixes_elements_reduces_in_a_loop():
-  compiled = compile_step(fs.AGN(10), tx=CLIPPED)
-  # The loop runs eight times.
-  assert collectives(compiled) == {"all-reduce": BYTES}
+@pytest.mark.parametrize(
+  ("commit", "tx", "wanted"),
+  [
+    ("mean", ADAM, {"all-reduce": BYTES}),
+    # Eight divides every leaf. The all-gather is of the center and its slots.
+    ("sequential", ADAM, {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}),
+    # It mixes elements. The loop runs eight times.
+    pytest.param(
+      "sequential", CLIPPED, {"all-reduce": BYTES}, marks=pytest.mark.slow
+    ),
+  ],
+)
+def test_a_commit_communicates_inside_the_conditional_alone(commit, tx, wanted):
+  compiled = compile_step(fs.AGN(10, commit), tx=tx)
+  assert collectives(compiled) == wanted
+  if commit == "mean":
+    assert len(plans.collectives(compiled, all_devices().mesh)) == 1
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_loss_scaling_adds_the_reduction_of_one_scalar():
 def test_memory_of_the_state_and_of_a_commit():
   plain = compile_step().memory_analysis()
   for commit, temporary in (("mean", 0.5), ("sequential", 2.5)):
-    stats = compile_step(fs.AGN(10, commit=commit)).memory_analysis()
+    stats = compile_step(fs.AGN(10, commit)).memory_analysis()
     # Center, two slots, local parameters, two slots, accumulator: seven.
     assert stats.argument_size_in_bytes < 7.1 * BYTES
     assert stats.alias_size_in_bytes > 7 * BYTES

@@ -240,40 +240,19 @@ def test_replicas_with_two_logical_devices() -> None:
   assert size == 2
 
 
-def test_collections_are_averaged_within_groups(strategy) -> None:
-  state = grouped.create(
-    strategy,
-    fs.CrossShard("sum", grouped.HALVES),
-    batch_stats={"mean": np.zeros(2), "count": np.int32(0)},
-  )
-
-  def step(state, x):
-    stats = {
-      "mean": x[0, :2],
-      "count": fs.get_replica_context().replica_id_in_sync_group + 7,
-    }
-    _, grads = state.value_and_grad(grouped.loss_fn, x)
-    return state.apply_gradients(grads=grads, batch_stats=stats)
-
-  new = strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
-  firsts = grouped.X[::2, :2]  # the first row of each replica
-  for i, held in enumerate(grouped.on_each(new.batch_stats["mean"])):
-    wanted = firsts[grouped.group_of(i, grouped.HALVES)].mean(0)
-    np.testing.assert_allclose(held, wanted, rtol=1e-5)
-  assert [int(x) for x in grouped.on_each(new.batch_stats["count"])] == [
-    7,
-    8,
-  ] * 4
-
-
-def test_parameters_without_a_gradient_and_statistics(strategy) -> None:
+def test_collections_statistics_and_parameters_without_a_gradient(
+  strategy,
+) -> None:
   fp8 = "_overwrite_with_gradient"
   params = {
     "params": {"w": np.ones(2, np.float32), "frozen": np.ones(2, np.float32)},
     fp8: {"scale": np.zeros((), np.float32)},
   }
   state = grouped.create(
-    strategy, fs.CrossShard("sum", grouped.HALVES), params=params
+    strategy,
+    fs.CrossShard("sum", grouped.HALVES),
+    params=params,
+    batch_stats={"mean": np.zeros(2), "count": np.int32(0)},
   )
 
   def step(state, x):
@@ -282,15 +261,20 @@ def test_parameters_without_a_gradient_and_statistics(strategy) -> None:
       grads={
         "params": {"w": x[0, :2], "frozen": None},
         fp8: {"scale": i.astype(jnp.float32)},
-      }
+      },
+      batch_stats={"mean": x[0, :2], "count": i + 7},
     )
 
   new = strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
   for i in range(8):
-    wanted = 1 - grouped.X[::2, :2][grouped.group_of(i, grouped.HALVES)].sum(0)
-    w = grouped.on_each(new.params["params"]["w"])[i]
-    np.testing.assert_allclose(w, wanted, rtol=1e-5, atol=1e-6)
-    assert grouped.on_each(new.params["params"]["frozen"])[i].tolist() == [1, 1]
-    assert (
-      grouped.on_each(new.params[fp8]["scale"])[i] == 6 + i % 2
-    )  # the largest
+    # The first row of each replica of the group.
+    firsts = grouped.X[::2, :2][grouped.group_of(i, grouped.HALVES)]
+    params, stats = jax.tree.map(
+      lambda x, i=i: grouped.on_each(x)[i], (new.params, new.batch_stats)
+    )
+    close(params["params"]["w"], 1 - firsts.sum(0))
+    assert params["params"]["frozen"].tolist() == [1, 1]
+    assert params[fp8]["scale"] == 6 + i % 2  # the largest
+    close(stats["mean"], firsts.mean(0))
+    assert stats["count"] == 7 + i % 2  # of the first one

@@ -58,11 +58,14 @@ def test_parity_with_keras(case):
 # The rule.
 
 
+def first(scale):
+  zero = jnp.int32(0)
+  return LossScaleState(jnp.float32(scale), zero, zero, zero)
+
+
 def scales(rule, pattern):
   """Returns the scale after each good (`.`) and bad (`x`) step."""
-  state = LossScaleState(
-    jnp.float32(rule.initial_scale), jnp.int32(0), jnp.int32(0), jnp.int32(0)
-  )
+  state = first(rule.initial_scale)
   update = jax.jit(rule.update)
   out = []
   for c in pattern:
@@ -265,13 +268,10 @@ def test_scale_equals_a_float32_reference(growth_factor, backoff_factor, seed):
       scale, good = np.maximum(lower, np.float32(1)), 0
     assert scale.dtype == np.float32
     wanted.append(scale)
-  state = LossScaleState(
-    jnp.float32(1234.5), jnp.int32(0), jnp.int32(0), jnp.int32(0)
-  )
   # XLA may round differently in a compiled loop than step by step, which
   # test_scales_of_a_rule has.
   body = lambda s, ok: (new := rule.update(s, ok), new.scale)
-  last, looped = jax.jit(lambda s: jax.lax.scan(body, s, finite))(state)
+  last, looped = jax.jit(lambda s: jax.lax.scan(body, s, finite))(first(1234.5))
   assert looped.dtype == np.float32
   np.testing.assert_array_equal(looped, np.array(wanted))
   assert len(set(wanted)) > 5
@@ -283,12 +283,7 @@ def test_scale_equals_a_float32_reference(growth_factor, backoff_factor, seed):
 def test_many_scales_at_once_are_divided_as_one_is(growth_factor):
   rule = fs.DynamicLossScale(growth_factor=growth_factor)
   scales = np.random.default_rng(0).uniform(20, 2**20, 500).astype(np.float32)
-  zero = jnp.int32(0)
-
-  def back_off(scale):
-    state = LossScaleState(scale, zero, zero, zero)
-    return rule.update(state, jnp.array(False)).scale
-
+  back_off = lambda scale: rule.update(first(scale), jnp.array(False)).scale
   for way in (jax.vmap(back_off), jax.jit(jax.vmap(back_off))):
     np.testing.assert_array_equal(
       way(scales), scales / np.float32(rule.growth_factor)
