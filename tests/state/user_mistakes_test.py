@@ -156,14 +156,3 @@ def test_mistakes(call, error, facts):
 def test_no_rules_need_no_strategy(rules):
   state = make(nn.Dense(1), rules=rules)
   assert state.params["kernel"].shape == (3, 1)
-
-
-def test_loss_that_is_scaled_twice():
-  state = create(DYNAMIC)
-  twice = lambda p: state.scale_loss(quadratic(p))
-  for method in (state.value_and_grad, jax.jit(lambda: state.minimize(twice))):
-    with pytest.raises(ValueError, match="scale_loss"):
-      method(twice) if method == state.value_and_grad else method()
-  # By hand it is the one scale there is.
-  grads = jax.grad(twice)(state.params)
-  np.testing.assert_array_equal(grads["w"][0], 2 * 2.0**15)

@@ -224,6 +224,10 @@ def test_a_step_moves_a_restored_scale_into_the_bounds(scale, wanted):
       lambda s, f: s.minimize(lambda p: s.scale_loss(f(p))),
       "scale_loss: value_and_grad and minimize scale the loss",
     ),
+    (
+      lambda s, f: s.value_and_grad(lambda p: s.scale_loss(f(p))),
+      "scale_loss: value_and_grad and minimize scale the loss",
+    ),
   ],
 )
 def test_a_loss_is_scaled_once_and_unscaled_once(step, message, scale, way):
