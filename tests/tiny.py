@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 import contextlib
+import gc
 import signal
 import sys
 
+import jax
 import ml_collections
 import pytest
 
+from flaxshard import checkpoint
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
@@ -106,3 +109,25 @@ def stopped_while(
       preemption, "catch_signals", lambda: contextlib.nullcontext(Request())
     )
     yield
+
+
+def count_live_arrays(shape) -> int:
+  """Returns how many arrays of a shape are in memory."""
+  # Tracebacks of earlier tests hold states in reference cycles.
+  gc.collect()
+  return sum(x.shape == shape for x in jax.live_arrays())
+
+
+def count_at_restore(monkeypatch, shape) -> list[int]:
+  """Returns a list that gets the number of arrays alive when a run restores."""
+  counts = []
+  restore = checkpoint.Checkpointer.restore
+
+  def count_and_restore(self, state, **kwargs):
+    leaves = jax.tree.leaves(state)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    counts.append(count_live_arrays(shape))
+    return restore(self, state, **kwargs)
+
+  monkeypatch.setattr(checkpoint.Checkpointer, "restore", count_and_restore)
+  return counts

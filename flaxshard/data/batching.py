@@ -10,7 +10,6 @@ from typing import Any, TYPE_CHECKING
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.data import examples as examples_lib
 from flaxshard.data import iterators
 from flaxshard.data import sources
 from flaxshard.data.sources import Example
@@ -26,7 +25,7 @@ def train_iterator(
   batch_size: int,
   seed: int,
   rows: Sequence[int] | None = None,
-  collate: examples_lib.Collate | None = None,
+  collate: sources.Collate | None = None,
 ) -> grain.DatasetIterator | StreamIterator:
   """Returns an endless iterator over this process's rows of global batches.
 
@@ -64,7 +63,7 @@ def train_iterator(
   rows = _check_rows(rows, batch_size)
   checks.integer("seed", seed, minimum=0)
   sources.check_batch_size("batch_size", batch_size, splits)
-  make_batch = functools.partial(examples_lib.make_batch, collate=collate)
+  make_batch = functools.partial(sources.make_batch, collate=collate)
   if sources.is_stream(splits.train):
     return StreamIterator(
       splits, batch_size=batch_size, rows=rows, seed=seed, make_batch=make_batch
@@ -93,7 +92,7 @@ def eval_batches(
   *,
   batch_size: int,
   rows: Sequence[int] | None = None,
-  collate: examples_lib.Collate | None = None,
+  collate: sources.Collate | None = None,
 ) -> grain.IterDataset:
   """Returns this process's rows of the evaluation batches, in order.
 
@@ -131,7 +130,7 @@ def eval_batches(
   def read(number: int) -> Example:
     positions = number * batch_size + np.asarray(rows)
     # After the last example, Grain begins again with the first one.
-    batch = examples_lib.make_batch(
+    batch = sources.make_batch(
       [examples[i] for i in positions.tolist()], collate
     )
     return {**batch, "mask": positions < num_examples}

@@ -23,7 +23,7 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import registry
-from flaxshard.data import examples
+from flaxshard.data import sources
 from flaxshard.data.sources import Arrays
 from flaxshard.data.sources import Shapes
 from flaxshard.data.sources import Splits
@@ -57,7 +57,7 @@ def load(config: Mapping[str, Any]) -> Splits:
     (1437, 360, 10)
   """
   splits: Splits = call_factory(config)
-  examples.check(f"config.data ({config['name']!r})", splits)
+  sources.check(f"config.data ({config['name']!r})", splits)
   return splits
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import optax
 
 from flaxshard.core import checks
-from flaxshard.data import examples as examples_lib
 from flaxshard.data import sources
 from flaxshard.tasks import task as task_lib
 from flaxshard.tasks.apply import Apply
@@ -100,7 +99,7 @@ class Classification:
 
   def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
     """Stacks examples, and checks their labels."""
-    batch = examples_lib.stack(examples)
+    batch = sources.stack(examples)
     labels = batch.get("labels")
     if labels is not None and "weights" in batch:
       is_real = np.asarray(batch["weights"]) != 0

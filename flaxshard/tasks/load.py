@@ -12,8 +12,8 @@ import jax
 from flaxshard import data as data_lib
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
-from flaxshard.data import examples
 from flaxshard.data import factories
+from flaxshard.data import sources
 from flaxshard.tasks.adapted import adapt
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.tasks.classification import Classification
@@ -135,7 +135,7 @@ def load(
   else:
     data, where = adapted.load_data(), f"{adapted.name}.load_data"
   shapes = data_lib.Shapes(
-    examples.check(where, data, adapted.collate), data.num_classes
+    sources.check(where, data, adapted.collate), data.num_classes
   )
   return LoadedTask(adapted, shapes, None if shapes_only else data)
 
@@ -169,5 +169,5 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
   if "num_classes" in accepted:
     accepted["num_classes"] = read().num_classes
   if "example" in accepted:
-    accepted["example"] = examples.check("config.data", read())
+    accepted["example"] = sources.check("config.data", read())
   return adapt(registry.construct(where, found, given, given=accepted), where)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tree_equality import assert_trees_equal
 
 from flaxshard import data
 
@@ -34,15 +35,6 @@ def labels(batches):
   return np.concatenate([b["labels"] for b in batches]).tolist()
 
 
-def assert_batches_equal(given, wanted):
-  assert len(given) == len(wanted)
-  for a, b in zip(given, wanted, strict=True):
-    assert sorted(a) == sorted(b)
-    for key in a:
-      assert a[key].dtype == b[key].dtype
-      np.testing.assert_array_equal(a[key], b[key])
-
-
 # Training.
 
 
@@ -56,7 +48,7 @@ def test_each_epoch_has_every_example_once_in_an_order_of_the_seed(batch_size):
     )
     for seed in (3, 3, 4)
   )
-  assert_batches_equal(first, again)
+  assert_trees_equal(first, again)
   assert labels(first) != labels(other)
   for batch in first:
     np.testing.assert_array_equal(batch["inputs"][:, 0], batch["labels"] * 0.5)
@@ -82,11 +74,11 @@ def test_a_restored_state_continues_at_the_exact_position(prefetch):
   state = first.get_state()  # prefetched batches do not count
   second = create()
   second.set_state(state)
-  assert_batches_equal(before + take(second, 3), whole)
+  assert_trees_equal(before + take(second, 3), whole)
   # Reading the state does not disturb the iterator.
-  assert_batches_equal(take(first, 3), whole[4:])
+  assert_trees_equal(take(first, 3), whole[4:])
   first.set_state(state)
-  assert_batches_equal(take(first, 3), whole[4:])
+  assert_trees_equal(take(first, 3), whole[4:])
 
 
 # Blocks of rows, and the rows of replicas that are not neighbours.
@@ -112,7 +104,7 @@ def test_processes_read_the_rows_of_one_process(shares):
     {k: np.concatenate([b[k] for b in batches])[order] for k in batches[0]}
     for batches in zip(*map(read, shares), strict=True)
   ]
-  assert_batches_equal(joined, read())
+  assert_trees_equal(joined, read())
 
 
 def test_augmentation_is_seeded_per_example_and_epoch():

@@ -148,12 +148,20 @@ class NnxRegression(Regression):
 
 
 @pytest.mark.slow
-def test_an_nnx_task_without_evaluation_data(tmp_path):
+def test_an_nnx_task_without_evaluation_data(tmp_path, monkeypatch):
   state = train.train_and_evaluate(config(), str(tmp_path), NnxRegression())
   rows = tiny.rows(tmp_path)
   assert rows[-1]["train_loss"] < 0.7 * rows[0]["train_loss"]
   assert not [key for row in rows for key in row if key.startswith("eval_")]
   assert not np.allclose(state.batch_stats["norm"]["mean"], 0)
+  before = tiny.count_live_arrays((3, 2))
+  counts = tiny.count_at_restore(monkeypatch, (3, 2))
+  again = train.train_and_evaluate(config(), str(tmp_path), NnxRegression())
+  # An NNX module initializes its parameters; they are gone by then.
+  assert counts == [before]
+  tree_equality.assert_trees_equal(
+    jax.tree.leaves(again), jax.tree.leaves(state)
+  )
 
 
 @pytest.mark.slow
@@ -265,7 +273,7 @@ def test_a_stream_that_became_shorter_cannot_be_continued():
   ("splits", "error", "fact"),
   [
     (data.Splits(iter(numbers(3))), TypeError, "only once"),
-    (data.Splits(small_tasks.Forever([])), ValueError, "no train examples"),
+    (data.Splits(small_tasks.Forever([])), ValueError, "train has no examples"),
     (data.Splits(3), TypeError, "train must be a sequence"),
     (
       data.Splits(numbers(3), small_tasks.Forever(numbers(3))),

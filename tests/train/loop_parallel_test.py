@@ -12,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 from flaxshard import data
 from flaxshard import train
@@ -109,14 +111,6 @@ def assert_same_rows(workdir, wanted_workdir) -> None:
     assert shared == pytest.approx(wanted_row, rel=1e-4)
 
 
-def assert_close(params, wanted) -> None:
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3),
-    jax.device_get(params),
-    jax.device_get(wanted),
-  )
-
-
 def continue_run(one_device, copy, make_config, mesh):
   """Continues a run of one device at step 2 on a mesh; returns the state."""
   workdir, wanted = one_device[make_config]
@@ -124,7 +118,7 @@ def continue_run(one_device, copy, make_config, mesh):
     make_config(mesh), copy_at_step_2(workdir, copy)
   )
   assert_same_rows(copy, workdir)
-  assert_close(state.params, wanted.params)
+  assert_trees_close(state.params, wanted.params, atol=1e-3)
   return state
 
 
@@ -153,7 +147,7 @@ def test_replicas_with_cross_shard_train_like_one_device(one_device, tmp_path):
   workdir, wanted = one_device[image_config]
   assert_same_rows(tmp_path, workdir)
   assert set(state.wrapper_states) == {"loss_scale", "cross_shard"}
-  assert_close(state.params, wanted.params)
+  assert_trees_close(state.params, wanted.params, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -200,10 +194,7 @@ def test_replicas_with_statistics_and_dropout_resume_exactly(tmp_path):
   state = train.train_and_evaluate(config, workdir)
   copy = copy_at_step_2(workdir, tmp_path / "copy")
   resumed = train.train_and_evaluate(config, copy)
-  for a, b in zip(
-    jax.tree.leaves(resumed), jax.tree.leaves(state), strict=True
-  ):
-    np.testing.assert_array_equal(a, b)
+  assert_trees_equal(*map(jax.tree.leaves, (resumed, state)))
   assert tiny.untimed_rows(copy) == tiny.untimed_rows(workdir)
   mean = state.batch_stats["BatchNorm_0"]["mean"]
   assert mean.sharding.is_fully_replicated

@@ -1,6 +1,5 @@
 """The training loop on one mesh: files, resuming, skipped and bad steps."""
 
-import gc
 import importlib.util
 import itertools
 import json
@@ -12,13 +11,11 @@ import signal
 import sys
 import types
 
-from flax import nnx
 import jax
-import numpy as np
 import pytest
 import tiny
+from tree_equality import assert_trees_equal
 
-from flaxshard import checkpoint
 from flaxshard import train
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import report
@@ -34,11 +31,6 @@ def whole_run(tmp_path_factory):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(report, "draw", _DRAW)
     return workdir, train.train_and_evaluate(config, workdir)
-
-
-def assert_same(a, b) -> None:
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-  assert jax.tree.structure(a) == jax.tree.structure(b)
 
 
 def test_a_run_writes_rows_events_plot_config_and_checkpoints(whole_run):
@@ -113,36 +105,13 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
   assert set(os.listdir(tmp_path / "checkpoints")) == {"3", "4", "7"}
 
   resumed = train.train_and_evaluate(tiny.config(), workdir)
-  assert_same(resumed.params, state.params)
-  assert_same(resumed.opt_state, state.opt_state)
-  assert_same(resumed.wrapper_states, state.wrapper_states)
+  assert_trees_equal(*map(jax.tree.leaves, (resumed, state)))
   # A stop splits the mean over two steps into two rows.
   rows, whole_rows = map(tiny.untimed_rows, (workdir, whole_workdir))
   assert [r["step"] for r in rows] == [2, 3, 4, 6, 7, 8]
   assert rows[3] == whole_rows[2]
   for name in ("eval_loss", "learning_rate", "loss_scale"):
     assert rows[-1][name] == whole_rows[-1][name]
-
-
-def count_live_arrays(shape) -> int:
-  # Tracebacks of earlier tests hold states in reference cycles.
-  gc.collect()
-  return sum(x.shape == shape for x in jax.live_arrays())
-
-
-def count_at_restore(monkeypatch, shape) -> list[int]:
-  """Returns a list that gets the number of arrays alive when a run restores."""
-  counts = []
-  restore = checkpoint.Checkpointer.restore
-
-  def count_and_restore(self, state, **kwargs):
-    leaves = jax.tree.leaves(state)
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    counts.append(count_live_arrays(shape))
-    return restore(self, state, **kwargs)
-
-  monkeypatch.setattr(checkpoint.Checkpointer, "restore", count_and_restore)
-  return counts
 
 
 def test_a_finished_run_is_restored_and_not_trained_again(
@@ -154,13 +123,13 @@ def test_a_finished_run_is_restored_and_not_trained_again(
   shutil.copytree(workdir, copy)
   with open(copy / "metrics.jsonl", "ab") as f:
     f.write(b'5\n{}\n{"step": null}\n\xff\n{"step": 8')
-  before = count_live_arrays((64, 8))
-  counts = count_at_restore(monkeypatch, (64, 8))
+  before = tiny.count_live_arrays((64, 8))
+  counts = tiny.count_at_restore(monkeypatch, (64, 8))
   with caplog.at_level(logging.INFO, "flaxshard"):
     again = train.train_and_evaluate(tiny.config(), str(copy))
   # Memory holds the restored state, not an initialized one as well.
   assert counts == [before]
-  assert_same(again.params, state.params)
+  assert_trees_equal(again.params, state.params)
   assert tiny.rows(copy) == tiny.rows(workdir)
   assert "nothing to train" in caplog.text
 
@@ -216,42 +185,3 @@ def test_mistakes_raise_before_anything_is_written(tmp_path, monkeypatch):
   file.write_text("")
   for path in (file, file / "below"):
     fails(ValueError, f"workdir='{path}.* cannot be written", path)
-
-
-class TinyNNX(nnx.Module):
-  """An NNX model with batch statistics and a random stream."""
-
-  def __init__(self, *, num_classes, policy, rngs, width: int = 8):
-    dtype = policy.compute_dtype
-    self.hidden = nnx.Linear(64, width, dtype=dtype, rngs=rngs)
-    self.norm = nnx.BatchNorm(width, rngs=rngs)
-    self.dropout = nnx.Dropout(0.2, rngs=rngs)
-    self.out = nnx.Linear(width, num_classes, dtype=dtype, rngs=rngs)
-
-  def __call__(self, x):
-    x = x.reshape(x.shape[0], -1)
-    return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
-
-
-@pytest.mark.slow
-def test_an_nnx_model_trains_and_resumes(tmp_path, monkeypatch):
-  config = tiny.config(
-    model={"name": f"{__name__}:TinyNNX", "width": 16},
-    num_train_steps=4,
-    eval_every_steps=100,
-    checkpoint_every_steps=2,
-  )
-  state = train.train_and_evaluate(config, str(tmp_path))
-  assert int(state.rngs["dropout"]["rngs"]["count"]) == 4
-  assert np.abs(state.batch_stats["norm"]["mean"]).max() > 0
-  shutil.rmtree(tmp_path / "checkpoints" / "4")
-  before = count_live_arrays((64, 16))
-  counts = count_at_restore(monkeypatch, (64, 16))
-  resumed = train.train_and_evaluate(config, str(tmp_path))
-  # An NNX module initializes its parameters; they are gone by then.
-  assert counts == [before]
-  assert_same(resumed.params, state.params)
-  assert_same(resumed.batch_stats, state.batch_stats)
-  stream, resumed_stream = (s.rngs["dropout"]["rngs"] for s in (state, resumed))
-  assert stream["key"] == resumed_stream["key"]
-  assert int(resumed_stream["count"]) == 4
