@@ -87,40 +87,44 @@ def assert_traffic(
   if isinstance(compiled, jax.stages.Lowered):
     compiled = compiled.compile()
   found = [
-    collective
-    for collective in collectives(compiled, mesh)
+    one
+    for one in collectives(compiled, mesh)
     # Groups of one device exchange nothing.
-    if collective.group_size > 1 and collective.payload_bytes >= ignore_below
+    if one.group_size > 1 and one.payload_bytes >= ignore_below
   ]
   matched: list[list[Collective]] = [[] for _ in entries]
   problems = []
-  for collective in found:
-    fits = [i for i, entry in enumerate(entries) if _matches(entry, collective)]
+  for one in found:
+    fits = [
+      i
+      for i, (kind, traffic) in enumerate(entries)
+      if kind == one.kind and frozenset(traffic.axes) == frozenset(one.axes)
+      if traffic.in_conditional in (None, one.in_conditional)
+    ]
     if fits:
       # max returns the first of equals.
       best = max(fits, key=lambda i: entries[i][1].in_conditional is not None)
-      matched[best].append(collective)
+      matched[best].append(one)
     else:
-      problems.append(f"unexpected: {collective}")
+      problems.append(f"unexpected: {one}")
   for (kind, traffic), fitting in zip(entries, matched, strict=True):
-    problems.extend(_differences(kind, traffic, fitting, tolerance))
-  total = _bytes(found)
-  if max_bytes is not None and total > max_bytes:
-    problems.append(
-      f"all collectives have {total:,.0f} bytes, more than max_bytes"
-      f" {max_bytes:,}:"
-    )
-    problems.extend(f"  {collective}" for collective in found)
+    name, nbytes = f"{kind} over {', '.join(traffic.axes)}", traffic.nbytes
+    if not fitting:
+      problems.append(f"missing: {name}")
+    elif nbytes is not None and (
+      abs(_bytes(fitting) - nbytes) > tolerance * nbytes
+    ):
+      problems += _listed(f"{name}: ", fitting, f"expected {nbytes:,}")
+  if max_bytes is not None and _bytes(found) > max_bytes:
+    more = f"more than max_bytes {max_bytes:,}"
+    problems += _listed("all collectives have ", found, more)
   if problems:
     raise AssertionError("\n".join(["assert_traffic:", *problems]))
 
 
-_Entry = tuple[str, Traffic]
-
-
 def _entries(
   expected: Mapping[str, _Expected], mesh: jax.sharding.Mesh
-) -> list[_Entry]:
+) -> list[tuple[str, Traffic]]:
   """Returns pairs of a kind and what is expected of it."""
   entries = []
   for kind, given in expected.items():
@@ -137,36 +141,11 @@ def _entries(
   return entries
 
 
-def _matches(entry: _Entry, collective: Collective) -> bool:
-  kind, traffic = entry
-  return (
-    kind == collective.kind
-    and frozenset(traffic.axes) == frozenset(collective.axes)
-    and traffic.in_conditional in (None, collective.in_conditional)
-  )
-
-
-def _differences(
-  kind: str,
-  traffic: Traffic,
-  fitting: list[Collective],
-  tolerance: float,
-) -> list[str]:
-  """Returns how the collectives of one entry differ from it."""
-  name = f"{kind} over {', '.join(traffic.axes)}"
-  if not fitting:
-    return [f"missing: {name}"]
-  total = _bytes(fitting)
-  if (
-    traffic.nbytes is None
-    or abs(total - traffic.nbytes) <= tolerance * traffic.nbytes
-  ):
-    return []
-  return [
-    f"{name}: {total:,.0f} bytes, expected {traffic.nbytes:,}:",
-    *(f"  {collective}" for collective in fitting),
-  ]
+def _listed(name: str, found: Sequence[Collective], wanted: str) -> list[str]:
+  """Returns lines with the bytes of collectives, and each of them."""
+  head = f"{name}{_bytes(found):,.0f} bytes, {wanted}:"
+  return [head, *(f"  {one}" for one in found)]
 
 
 def _bytes(found: Sequence[Collective]) -> float:
-  return sum(c.payload_bytes * c.executions for c in found)
+  return sum(one.payload_bytes * one.executions for one in found)

@@ -70,14 +70,3 @@ def split(state, mesh, spec):
     params=jax.tree.map(move, state.params),
     opt_state=jax.tree.map(move, state.opt_state),
   )
-
-
-def assert_close(a, b, rtol=1e-5, atol=2e-6):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(
-      np.asarray(x), np.asarray(y), rtol=rtol, atol=atol
-    ),
-    a,
-    b,
-  )

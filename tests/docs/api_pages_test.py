@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import pkgutil
 import re
 
 import pytest
@@ -16,28 +17,11 @@ _ENTRIES = re.findall(
   re.M,
 )
 # Modules whose names users write, also those without `__all__`.
-_MODULES = [
-  "center",
-  "checkpoint",
-  "config",
-  "core",
-  "data",
-  "models",
-  "nnx",
-  "optimizers",
-  "partitioning",
-  "plans",
-  "processes",
-  "ray",
-  "replicas",
-  "sparse",
-  "state",
-  "strategy",
-  "tasks",
-  "testing",
-  "train",
-  "wrappers",
-]
+_MODULES = sorted(
+  {info.name for info in pkgutil.iter_modules(flaxshard.__path__)}
+  - {"__main__", "examples"}
+  | {"config", "optimizers"}
+)
 
 
 def _resolve(path):

@@ -45,7 +45,7 @@ def test_vae_is_far_better_than_independent_pixels(tmp_path):
 
 @pytest.mark.slow
 def test_simclr_separates_digits_without_labels(tmp_path):
-  config = read_config("simclr", eval_every_steps=1000)
+  config = read_config("simclr", num_train_steps=150, eval_every_steps=1000)
   _, row = run(config, tmp_path)
   # As it was initialized, the encoder has less than 0.8.
   assert row["eval_knn_accuracy"] > 0.93
@@ -53,11 +53,11 @@ def test_simclr_separates_digits_without_labels(tmp_path):
 
 @pytest.mark.slow
 def test_ddpm_draws_digits(tmp_path):
-  config = read_config("ddpm", num_train_steps=600, eval_every_steps=1000)
+  config = read_config("ddpm", num_train_steps=400, eval_every_steps=1000)
   _, row = run(config, tmp_path)
   # A normal distribution with the covariance of the images has 0.46.
-  assert row["eval_precision"] > 0.7
-  assert row["eval_recall"] > 0.4
+  assert row["eval_precision"] > 0.6
+  assert row["eval_recall"] > 0.35
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_ppo_balances_the_pole(tmp_path):
 @pytest.mark.slow
 def test_recsys_recommends_better_than_popularity(tmp_path):
   size = {"num_users": 10_000, "num_items": 5_000, "num_genres": 200}
-  config = read_config("recsys", num_train_steps=500, eval_every_steps=1000)
+  config = read_config("recsys", num_train_steps=300, eval_every_steps=1000)
   config.task.update(size)
   config.schedule.warmup_steps = 25
   _, row = run(config, tmp_path)

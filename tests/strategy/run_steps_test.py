@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from regression import assert_close
 from regression import batch
 from regression import create
 from regression import loss_fn
@@ -12,6 +11,7 @@ from regression import sharded
 from regression import train_step
 from regression import X
 from regression import Y
+from tree_equality import assert_trees_close
 
 import flaxshard as fs
 
@@ -60,7 +60,7 @@ def test_each_output_has_its_own_reduction(batches, wanted):
   state, outputs = STRATEGY.run_steps(
     with_outputs, create(STRATEGY, DYNAMIC), batches, reduce=reduce
   )
-  assert_close(state, wanted[0], 0, 1e-7)
+  assert_trees_close(state, wanted[0], 0, 1e-7)
   mean = float(STRATEGY.reduce("mean", wanted[1]["loss"]))
   np.testing.assert_allclose(float(outputs["loss"]), mean, rtol=1e-6)
   sums = [float(outputs[k]) for k in ("count", "positive", "number")]
@@ -102,7 +102,7 @@ def test_step_in_the_middle_is_skipped():
   alone, step = create(), jax.jit(train_step)
   for i in (0, 2):
     alone, _ = step(alone, batch(i))
-  assert_close(state.params, alone.params, 1e-4, 1e-5)
+  assert_trees_close(state.params, alone.params, 1e-4, 1e-5)
   scale = state.wrapper_states["loss_scale"]
   assert (int(state.step), int(scale.skipped_steps)) == (2, 1)
   assert float(scale.scale) == 2.0**14
@@ -113,7 +113,7 @@ def test_donated_state_is_deleted(batches):
   kept, _ = STRATEGY.run_steps(train_step, state, batches)
   assert not state.params["w1"].is_deleted()
   new, _ = STRATEGY.run_steps(train_step, state, batches, donate_state=True)
-  assert_close(new, kept, 0, 0)
+  assert_trees_close(new, kept, 0, 0)
   assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from regression import assert_close
 from regression import batch
 from regression import create
 from regression import loss_fn
@@ -20,6 +19,7 @@ from regression import sharded
 from regression import split
 from regression import train_step
 from regression import X
+from tree_equality import assert_trees_close
 
 import flaxshard as fs
 
@@ -98,7 +98,7 @@ def test_flax_train_state():
   wanted = state.apply_gradients(
     grads=jax.grad(loss_fn)(state.params, batch(0))
   )
-  assert_close(new.params, wanted.params)
+  assert_trees_close(new.params, wanted.params)
 
 
 def test_two_states_keep_their_shardings():

@@ -5,13 +5,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from regression import assert_close
 from regression import batch
 from regression import create
 from regression import loss_fn
 from regression import sharded
 from regression import split
 from regression import train_step
+from tree_equality import assert_trees_close
 
 import flaxshard as fs
 
@@ -46,7 +46,7 @@ def wanted():
 
 
 def assert_trained(state, wanted):
-  assert_close(
+  assert_trees_close(
     (state.step, state.params, state.opt_state),
     (wanted.step, wanted.params, wanted.opt_state),
   )
@@ -127,8 +127,8 @@ def test_sharded_state_equals_one_device_and_stays_sharded(name, spec, wanted):
 def test_nonfinite_gradient_of_one_replica_skips_the_step_of_all(step):
   state = create(EIGHT, DYNAMIC)
   new, losses = EIGHT.run(step, args=(state, sharded(EIGHT, 0, bad=5)))
-  assert_close((new.step, new.params), (state.step, state.params), 0, 0)
-  assert_close(new.opt_state, state.opt_state, 0, 0)
+  assert_trees_close((new.step, new.params), (state.step, state.params), 0, 0)
+  assert_trees_close(new.opt_state, state.opt_state, 0, 0)
   assert float(new.wrapper_states["loss_scale"].scale) == 2.0**14
   # Examples 4 and 5 are those of replica 2.
   finite = np.isfinite(np.asarray(losses))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import tree_equality
 import two_processes
 
 import flaxshard as fs
@@ -54,10 +55,6 @@ def images() -> np.ndarray:
   return data.digits().eval.inputs[:3]
 
 
-def assert_same(a, b) -> None:
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def test_a_run_is_loaded_without_its_data(run, monkeypatch):
   workdir, state = run
 
@@ -68,9 +65,9 @@ def test_a_run_is_loaded_without_its_data(run, monkeypatch):
   loaded = fs.load(workdir)
   assert loaded.step == 8
   assert int(loaded.state.step) == 8
-  assert_same(loaded.state.params, state.params)
-  assert_same(loaded.state.opt_state, state.opt_state)
-  assert_same(loaded.params, state.eval_params)
+  tree_equality.assert_trees_equal(loaded.state.params, state.params)
+  tree_equality.assert_trees_equal(loaded.state.opt_state, state.opt_state)
+  tree_equality.assert_trees_equal(loaded.params, state.eval_params)
   assert loaded.config.model.name == "cnn"
   assert loaded.task.name == "Classification"
   assert loaded.example["inputs"].shape == (8, 8, 1)
@@ -106,7 +103,7 @@ def test_a_run_is_loaded_on_other_devices(run):
   kernel = loaded.state.params["dense"]["kernel"]
   assert kernel.sharding.spec[0] == "model"
   assert kernel.sharding.mesh.size == 4
-  assert_same(loaded.state.params, state.params)
+  tree_equality.assert_trees_equal(loaded.state.params, state.params)
   shape = loaded.predict({"inputs": images()}).shape
   assert shape == (3, 10)
 
