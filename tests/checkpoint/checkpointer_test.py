@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import v1 as ocp_v1
+import plain_states
 import pytest
 from tree_equality import assert_trees_equal
 
@@ -255,7 +256,7 @@ def test_runs_with_and_without_rows_continue_each_other(tmp_path):
 
 
 def test_plain_item_names_the_item_of_the_train_state(tmp_path):
-  state = states.change_leaves(states.flax_state())
+  state = plain_states.changed(plain_states.create())
   with ocp.CheckpointManager(tmp_path) as manager:
     manager.save(
       3,
@@ -267,7 +268,7 @@ def test_plain_item_names_the_item_of_the_train_state(tmp_path):
   restored = fs.checkpoint.restore(
     tmp_path, states.our_state("none"), plain_item="train"
   )
-  states.assert_same(states.plain_fields(restored), states.plain_fields(state))
+  assert_trees_equal(*map(plain_states.fields_of, (restored, state)))
   # A Checkpointer cannot read it, and does not rename it.
   with fs.Checkpointer(tmp_path) as checkpointer:
     with pytest.raises(ValueError, match="only 'other', 'train': plain_item"):
@@ -296,15 +297,15 @@ def test_custom_manager_saves_and_restores(tmp_path):
     assert int(fs.checkpoint.restore(manager, state, 1).step) == 1
   assert (tmp_path / "step_000020" / "wrappers").is_dir()
   assert int(fs.checkpoint.restore(str(tmp_path), state).step) == 20
-  state = states.change_leaves(states.flax_state())
+  state = plain_states.changed(plain_states.create())
   with ocp_v1.training.Checkpointer(tmp_path / "v1") as checkpointer:
-    checkpointer.save(states.STEP, state)
+    checkpointer.save(plain_states.STEP, state)
     restored = fs.checkpoint.restore(checkpointer, states.our_state("none"))
-  states.assert_same(states.plain_fields(restored), states.plain_fields(state))
+  assert_trees_equal(*map(plain_states.fields_of, (restored, state)))
 
 
 def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
-  state = states.change_leaves(states.our_state("loss_scale"))
+  state = plain_states.changed(states.our_state("loss_scale"))
   states.write_own_manager(tmp_path, state)
   template = jax.tree.map(
     ocp.utils.to_shape_dtype_struct, state.without_wrappers()
@@ -312,16 +313,14 @@ def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
   handlers = fs.checkpoint.item_handlers()
   with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
     read = manager.restore(
-      states.STEP,
+      plain_states.STEP,
       args=ocp.args.Composite(
         default=ocp.args.StandardRestore(template),
         wrappers=ocp.args.PyTreeRestore(),
       ),
     )
-    states.assert_same(
-      states.plain_fields(read["default"]), states.plain_fields(state)
-    )
+    assert_trees_equal(*map(plain_states.fields_of, (read["default"], state)))
     scale = read["wrappers"]["loss_scale"]["scale"]
     assert scale == state.wrapper_states["loss_scale"].scale
-    manager.save(states.STEP + 1, args=fs.checkpoint.save_args(state))
-  assert (tmp_path / str(states.STEP + 1) / "wrappers").is_dir()
+    manager.save(plain_states.STEP + 1, args=fs.checkpoint.save_args(state))
+  assert (tmp_path / str(plain_states.STEP + 1) / "wrappers").is_dir()

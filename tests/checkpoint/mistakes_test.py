@@ -7,6 +7,7 @@ from flax.training import train_state as flax_train_state
 import jax.numpy as jnp
 import numpy as np
 import optax
+import plain_states
 import pytest
 
 import flaxshard as fs
@@ -26,7 +27,7 @@ def deleted():
 
 def flax_state():
   return flax_train_state.TrainState.create(
-    apply_fn=None, params={"w": jnp.ones(3)}, tx=states.TX
+    apply_fn=None, params={"w": jnp.ones(3)}, tx=plain_states.TX
   )
 
 
@@ -146,7 +147,9 @@ MISTAKES = [
     ["opt_state/0/count", "nothing is expected"],
   ),
   (
-    restore(state=lambda: create(tx=optax.chain(optax.identity(), states.TX))),
+    restore(
+      state=lambda: create(tx=optax.chain(optax.identity(), plain_states.TX))
+    ),
     ValueError,
     ["opt_state/1/0/count", "missing"],
   ),

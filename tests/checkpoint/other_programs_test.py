@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import plain_states
 import pytest
 from tree_equality import assert_trees_equal
 
@@ -90,8 +91,8 @@ def to_bytes(path, state):
 
 
 WRITERS = [
-  states.write_v0,
-  states.write_v0_flat,
+  plain_states.write_v0,
+  plain_states.write_v0_flat,
   flax_orbax,
   flax_msgpack,
   clu_checkpoint,
@@ -143,7 +144,9 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("write", [states.write_v0, flax_orbax, flax_msgpack])
+@pytest.mark.parametrize(
+  "write", [plain_states.write_v0, flax_orbax, flax_msgpack]
+)
 @pytest.mark.parametrize("name", SCALES)
 def test_dynamic_scale_becomes_loss_scale(write, name, tmp_path, logged_notes):
   scale = SCALES[name]
@@ -168,14 +171,14 @@ def test_dynamic_scale_becomes_loss_scale(write, name, tmp_path, logged_notes):
 
 
 def test_states_without_loss_scale_or_with_the_field(tmp_path, logged_notes):
-  states.write_v0(tmp_path / "none", flax_state())  # the field is None
+  plain_states.write_v0(tmp_path / "none", flax_state())  # the field is None
   restored = fs.checkpoint.restore(tmp_path / "none", create("loss_scale"))
   assert float(restored.wrapper_states["loss_scale"].scale) == 2.0**15
   assert logged_notes() == [
     "it has no state of wrapper 'loss_scale': that starts fresh"
   ]
   scale = SCALES["trained"]
-  states.write_v0(tmp_path / "field", flax_state(scale))
+  plain_states.write_v0(tmp_path / "field", flax_state(scale))
   state = create(dynamic_scale=jax.tree.map(jnp.zeros_like, scale))
   restored = fs.checkpoint.restore(tmp_path / "field", state)
   assert_trees_equal(restored.dynamic_scale, scale)
@@ -203,7 +206,7 @@ def test_number_without_a_field_is_passed_over_and_named(tmp_path, caplog):
     fs.checkpoint.restore(tmp_path / "msgpack", create())
 
 
-@pytest.mark.parametrize("write", [states.write_v0, to_bytes])
+@pytest.mark.parametrize("write", [plain_states.write_v0, to_bytes])
 def test_step_of_64_bits_is_restored_if_it_fits(write, tmp_path):
   state = create()
   (tmp_path / "large").mkdir()
