@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,22 @@ def weights(value=1.0, tx=plain_states.TX, wrappers=(SCALED,), size=3):
     tx=tx,
     wrappers=wrappers,
   )
+
+
+class Counter:
+  """An iterator that has only a position; that of each process, or global."""
+
+  def __init__(self, position: Any, position_is_global: bool = False):
+    self.position = position
+    self.position_is_global = position_is_global
+
+  def get_state(self) -> Any:
+    return self.position
+
+  def set_state(self, position: Any) -> None:
+    if position == "invalid":
+      raise LookupError("no such position")
+    self.position = position
 
 
 def abstract(state):

@@ -190,12 +190,10 @@ def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
   """Returns the leaves of one of several states; `""` is the only one."""
   if not name:
     return dict(leaves)
-  found = {}
-  for path, leaf in leaves.items():
-    at = int(path[0] == WRAPPER_STATES)
-    if path[at] == name:
-      found[path[:at] + path[at + 1 :]] = leaf
-  return found
+  states = below(leaves, (WRAPPER_STATES, name))
+  return below(leaves, (name,)) | {
+    (WRAPPER_STATES, *path): leaf for path, leaf in states.items()
+  }
 
 
 def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:

@@ -138,26 +138,13 @@ def test_data_continues_from_the_saved_position(tmp_path):
   assert_trees_equal(restored, states.weights(2.0))
 
 
-class Counter:
-  """A custom iterator that has only a position."""
-
-  def __init__(self, state):
-    self.state = state
-
-  def get_state(self):
-    return self.state
-
-  def set_state(self, state):
-    self.state = state
-
-
 @pytest.mark.parametrize("position", [{"next": [1, 2]}, b"\x00 bytes"])
 def test_custom_iterator_is_restored(tmp_path, position):
   with fs.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, states.weights(), data=Counter(position))
-    counter = Counter(b"" if isinstance(position, bytes) else None)
+    checkpointer.save(1, states.weights(), data=states.Counter(position))
+    counter = states.Counter(b"" if isinstance(position, bytes) else None)
     checkpointer.restore(states.weights(), data=counter)
-  assert counter.state == position
+  assert counter.position == position
 
 
 # Several states, as of a GAN.

@@ -1,6 +1,5 @@
 """Restoring and saving when the newest checkpoint is damaged."""
 
-import functools
 import hashlib
 import json
 import os
@@ -12,10 +11,10 @@ import checkpoint_states as states
 import grain
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard import checkpoint
@@ -23,28 +22,12 @@ from flaxshard.checkpoint import __main__ as inspection
 from flaxshard.checkpoint import step_files
 
 
-@functools.cache
-def initial(tx=None):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.arange(6.0).reshape(2, 3)},
-    tx=tx or optax.adam(0.5),
-    wrappers=[fs.LossScale("dynamic")],
-  )
+def trained(step, **kwargs):
+  """Returns a state that differs from that of any other step."""
+  return states.weights(step, **kwargs).replace(step=jnp.int32(step))
 
 
-@functools.cache
-def trained(steps):
-  """Returns the state after a number of steps."""
-  if steps == 0:
-    return initial()
-  state = trained(steps - 1)
-  return _train_step(state)
-
-
-@jax.jit
-def _train_step(state):
-  return state.apply_gradients(grads=state.params)
+INITIAL = trained(0)
 
 
 def make_iterator(position=0):
@@ -95,9 +78,7 @@ def path(saved, tmp_path):
 
 def assert_is(state, step):
   """Asserts that a state is `trained(step)`, bit for bit."""
-  wanted = trained(step)
-  jax.tree.map(np.testing.assert_array_equal, state, wanted)
-  assert int(state.step) == step
+  assert_trees_equal(state, trained(step))
 
 
 def contents(path):
@@ -166,12 +147,12 @@ def test_without_digests_only_sizes_are_compared(tmp_path):
   # Restoring passes the damaged step over. The position of another step, which
   # has the same size, is damage too.
   with checkpoint.Checkpointer(tmp_path, digests=False) as checkpointer:
-    assert_is(checkpointer.restore(initial()), 3)
+    assert_is(checkpointer.restore(INITIAL), 3)
     positions = [tmp_path / name / "input_iterator" for name in ("4", "3")]
     shutil.rmtree(positions[1])
     shutil.copytree(*positions)
     with pytest.raises(ValueError, match="3/input_iterator/"):
-      checkpointer.restore(initial(), 3, make_iterator())
+      checkpointer.restore(INITIAL, 3, make_iterator())
 
 
 @pytest.mark.parametrize(
@@ -219,7 +200,7 @@ def test_damaged_steps_are_passed_over(path, caplog):
   before = contents(path)
   with checkpoint.Checkpointer(path) as checkpointer:
     iterator = make_iterator()
-    state = checkpointer.restore(initial(), data=iterator)
+    state = checkpointer.restore(INITIAL, data=iterator)
     assert checkpointer.restored_step == checkpointer.latest_step() == 2
   assert_is(state, 2)
   assert next(iterator) == 2
@@ -228,13 +209,13 @@ def test_damaged_steps_are_passed_over(path, caplog):
     path, item_handlers=checkpoint.item_handlers()
   ) as manager:
     for where in (manager, path):
-      assert_is(checkpoint.restore(where, initial()), 2)
-      assert_is(checkpoint.restore(where, initial(), 1), 1)
+      assert_is(checkpoint.restore(where, INITIAL), 2)
+      assert_is(checkpoint.restore(where, INITIAL, 1), 1)
   for empty, other in zip(*[iter(states.messages(caplog))] * 2, strict=True):
     assert "7 is empty" in empty
     assert other.startswith(f"step 3 is damaged, passed over: {file} has crc32")
   with pytest.raises(ValueError, match=r"/3/default/d/.* has crc32"):
-    checkpoint.restore(path / "3", initial())
+    checkpoint.restore(path / "3", INITIAL)
   assert contents(path) == before
 
 
@@ -247,7 +228,7 @@ def test_no_complete_step_raises_and_names_all(path):
   iterator = make_iterator()
   with checkpoint.Checkpointer(path) as checkpointer:
     with pytest.raises(ValueError) as e:
-      checkpointer.restore(initial(), data=iterator)
+      checkpointer.restore(INITIAL, data=iterator)
     assert checkpointer.latest_step() is None
   message = str(e.value)
   assert message.startswith(f"{path} has no checkpoint that is complete: ")
@@ -268,56 +249,46 @@ def test_remains_of_a_killed_save_are_not_a_step(path, caplog):
   before = contents(path)
   with checkpoint.Checkpointer(path) as checkpointer:
     assert list(checkpointer.all_steps()) == [1, 2, 3]
-    assert_is(checkpointer.restore(initial()), 3)
+    assert_is(checkpointer.restore(INITIAL), 3)
     assert contents(path) == before
     checkpointer.save(4, trained(4))
     checkpointer.wait()
-    assert_is(checkpointer.restore(initial()), 4)
+    assert_is(checkpointer.restore(INITIAL), 4)
   assert not states.messages(caplog)
 
 
 def test_other_model_or_missing_position_is_not_damage(path):
   with checkpoint.Checkpointer(path) as checkpointer:
     with pytest.raises(ValueError, match=r"/3 was written by another model"):
-      checkpointer.restore(initial(optax.sgd(0.1)))
+      checkpointer.restore(trained(0, tx=optax.sgd(0.1)))
     assert list(checkpointer.all_steps()) == [1, 2, 3]
     checkpointer.save(4, trained(4))
     with pytest.raises(ValueError, match="/4 has no input_iterator"):
-      checkpointer.restore(initial(), data=make_iterator())
+      checkpointer.restore(INITIAL, data=make_iterator())
     assert list(checkpointer.all_steps()) == [1, 2, 3, 4]
 
 
 # Saving after a damaged step was passed over.
 
 
-def test_damaged_step_is_renamed_when_it_is_saved_again(path, caplog):
+def test_damaged_steps_are_renamed_at_the_next_save(path, caplog):
   flipped(path / "3" / "default" / "_METADATA")
   damaged = contents(path / "3")
-  with checkpoint.Checkpointer(path) as checkpointer:
-    checkpointer.restore(initial())
-    checkpointer.save(3, trained(3), data=make_iterator(3))
-    checkpointer.wait()
-    assert list(checkpointer.all_steps()) == [1, 2, 3]
-  assert states.messages(caplog)[1] == (
-    f"{path / '3'} is damaged: renamed to {path / '3.damaged'}"
-  )
-  assert contents(path / "3.damaged") == damaged
-  with checkpoint.Checkpointer(path) as checkpointer:
-    assert list(checkpointer.all_steps()) == [1, 2, 3]
-    assert_is(checkpointer.restore(initial()), 3)
-  assert step_files.verify(path / "3")
-
-
-def test_step_before_damaged_ones_can_be_saved(path):
-  (path / "3").rename(path / "6")
-  flipped(path / "6" / "default" / "_METADATA")
   (path / "9").mkdir()
   with checkpoint.Checkpointer(path, max_to_keep=2) as checkpointer:
-    assert_is(checkpointer.restore(initial()), 2)
-    checkpointer.save(4, trained(4))
+    assert_is(checkpointer.restore(INITIAL), 2)
+    checkpointer.save(3, trained(3), data=make_iterator(3))
     checkpointer.wait()
-    assert list(checkpointer.all_steps()) == [2, 4]
-  assert sorted(os.listdir(path)) == ["2", "4", "6.damaged", "9.damaged"]
+    assert list(checkpointer.all_steps()) == [2, 3]
+  for step in (3, 9):
+    message = f"{path / str(step)} is damaged: renamed to {path}/{step}.damaged"
+    assert message in states.messages(caplog)
+  assert sorted(os.listdir(path)) == ["2", "3", "3.damaged", "9.damaged"]
+  assert contents(path / "3.damaged") == damaged
+  with checkpoint.Checkpointer(path) as checkpointer:
+    assert list(checkpointer.all_steps()) == [2, 3]
+    assert_is(checkpointer.restore(INITIAL), 3)
+  assert step_files.verify(path / "3")
 
 
 # Steps that were copied or renamed.
@@ -334,14 +305,14 @@ def test_copied_or_renamed_step_is_passed_over(
   iterator = make_iterator()
   with checkpoint.Checkpointer(path) as checkpointer:
     assert checkpointer.latest_step() == newest
-    assert_is(checkpointer.restore(initial(), data=iterator), newest)
+    assert_is(checkpointer.restore(INITIAL, data=iterator), newest)
     assert (checkpointer.restored_step, next(iterator)) == (newest, newest)
     with pytest.raises(ValueError, match=message):
-      checkpointer.restore(initial(), 20)
+      checkpointer.restore(INITIAL, 20)
   assert message in caplog.text
-  assert_is(checkpoint.restore(path, initial()), newest)
+  assert_is(checkpoint.restore(path, INITIAL), newest)
   with pytest.raises(ValueError, match=message):
-    checkpoint.restore(path / "20", initial())
+    checkpoint.restore(path / "20", INITIAL)
   assert inspection.main([str(path)]) == 1
   assert f"was saved as step {origin}" in capsys.readouterr().out
   # It does not count as the newest step when the next one is saved.

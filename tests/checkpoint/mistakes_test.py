@@ -176,8 +176,8 @@ def test_reading_a_missing_directory_creates_nothing(tmp_path):
   assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("step", [np.int64(2), np.array(2), jnp.int32(2)])
-def test_integer_of_an_array_is_saved_under_its_number(tmp_path, step):
+def test_integer_of_an_array_is_saved_under_its_number(tmp_path):
   with fs.Checkpointer(tmp_path) as checkpointer:
-    assert checkpointer.save(step, create())
-  assert [p.name for p in tmp_path.iterdir()] == ["2"]
+    for step in (np.int64(2), np.array(3), jnp.int32(4)):
+      assert checkpointer.save(step, create())
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3", "4"]

@@ -23,39 +23,17 @@ def steps_on_disk(path):
   return sorted(int(p.name) for p in path.iterdir() if p.name.isdigit())
 
 
-def save_all(path, scores, name="accuracy", **kwargs):
+def save_all(path, scores, **kwargs):
   """Saves a step for each score, all in one process."""
-  with checkpoint.Checkpointer(path, **kwargs) as checkpointer:
+  with checkpoint.Checkpointer(
+    path, best_metric="accuracy", **kwargs
+  ) as checkpointer:
     for step, score in scores.items():
-      metrics = None if score == "none given" else {name: score}
+      metrics = {"accuracy": score}
       checkpointer.save(step, states.weights(step), metrics=metrics)
 
 
-SCORES = {1: 0.5, 2: 0.9, 3: 0.7, 4: 0.8, 5: 0.6}
-
-
-@pytest.mark.parametrize(
-  "kwargs, kept",
-  [
-    (dict(max_to_keep=1, keep_best=2), [2, 4, 5]),
-    (dict(max_to_keep=1, best_mode="min"), [1, 5]),
-    (dict(max_to_keep=1, keep_every=3), [2, 3, 5]),
-  ],
-)
-def test_best_and_newest_steps_are_kept(path, kwargs, kept):
-  save_all(path, SCORES, best_metric="accuracy", **kwargs)
-  assert steps_on_disk(path) == kept
-  mode = kwargs.get("best_mode", "max")
-  best = (max if mode == "max" else min)(kept, key=SCORES.get)
-  with checkpoint.Checkpointer(
-    path, best_metric="accuracy", best_mode=mode
-  ) as checkpointer:
-    assert checkpointer.best_step() == best
-    restored = checkpointer.restore(states.weights(), best)
-  np.testing.assert_array_equal(restored.params["w"], np.full(3, best))
-
-
-def preserved(kwargs, metrics):
+def preserved(metrics, **kwargs):
   """Returns the steps that a policy keeps, given the metrics of all steps."""
   infos = [
     types.SimpleNamespace(step=step, metrics=m) for step, m in metrics.items()
@@ -64,24 +42,40 @@ def preserved(kwargs, metrics):
   return [i.step for i, k in zip(infos, kept, strict=True) if k]
 
 
-@pytest.mark.parametrize("mode", ["max", "min"])
-def test_missing_metric_is_worse_than_any_number(mode):
-  kwargs = dict(max_to_keep=1, best_metric="a", best_mode=mode)
-  for missing in (None, {}, {"a": None}):
-    metrics = {1: {"a": 0.5}, 2: missing, 3: {"a": 0.5}, 4: missing, 5: missing}
-    # Of equal ones, the later is kept.
-    assert preserved(kwargs, metrics) == [3, 5]
+SCORES = {1: 0.5, 2: 0.9, 3: 0.7, 4: 0.8, 5: 0.6}
+
+
+def test_best_newest_and_multiples_are_kept():
+  metrics = {step: {"a": score} for step, score in SCORES.items()}
+  for kwargs, kept in (
+    (dict(keep_best=2), [2, 4, 5]),
+    (dict(best_mode="min"), [1, 5]),
+    (dict(keep_every=3), [2, 3, 5]),
+  ):
+    assert preserved(metrics, max_to_keep=1, best_metric="a", **kwargs) == kept
+
+
+def test_missing_metric_is_worse_than_any_number():
+  for mode in ("max", "min"):
+    kwargs = dict(max_to_keep=1, best_metric="a", best_mode=mode)
+    for missing in (None, {}, {"a": None}):
+      metrics = {1: {"a": 0.5}, 2: missing, 3: {"a": 0.5}, 4: missing}
+      # Of equal ones, the later is kept.
+      assert preserved({**metrics, 5: missing}, **kwargs) == [3, 5]
 
 
 def test_metrics_are_read_after_a_restart(path):
-  kwargs = dict(max_to_keep=1, best_metric="accuracy")
-  save_all(path, {1: float("nan"), 2: 0.9}, **kwargs)
-  save_all(path, {3: 0.7, 4: float("inf")}, **kwargs)
+  save_all(path, {1: float("nan"), 2: 0.9}, max_to_keep=1)
+  save_all(path, {3: 0.7, 4: float("inf")}, max_to_keep=1)
   # The best, the newest finite and the newest one.
   assert steps_on_disk(path) == [2, 3, 4]
-
-
-# A run that diverges.
+  for mode, best in (("max", 2), ("min", 3)):
+    with checkpoint.Checkpointer(
+      path, best_metric="accuracy", best_mode=mode
+    ) as checkpointer:
+      assert checkpointer.best_step() == best
+      restored = checkpointer.restore(states.weights(), best)
+    np.testing.assert_array_equal(restored.params["w"], np.full(3, best))
 
 
 def test_nonfinite_metrics_delete_no_finite_ones():
@@ -91,18 +85,15 @@ def test_nonfinite_metrics_delete_no_finite_ones():
     good = {step: {"a": 1.0, "b": step} for step in (1, 2, 3)}
     for value in (nan, float("inf"), None):
       bad = {step: {"a": value, "b": 1.0} for step in (4, 5, 6, 7)}
-      assert preserved(kwargs, good | bad) == [1, 2, 3, 5, 6, 7]
+      assert preserved(good | bad, **kwargs) == [1, 2, 3, 5, 6, 7]
     # Without metrics, nobody knows whether a checkpoint is good.
     unknown = dict.fromkeys((4, 5, 6, 7))
-    assert preserved(kwargs, good | unknown) == [3, 5, 6, 7]
+    assert preserved(good | unknown, **kwargs) == [3, 5, 6, 7]
     unknown = {step: {} for step in (4, 5, 6)}
-    assert preserved(kwargs, good | unknown) == [3, 4, 5, 6]
+    assert preserved(good | unknown, **kwargs) == [3, 4, 5, 6]
     # Where no value has ever been finite, the newest are kept.
     never = {step: {"a": 1.0, "b": nan} for step in (1, 2, 3, 4)}
-    assert preserved(kwargs, never) == [2, 3, 4]
-
-
-# The metrics on disk.
+    assert preserved(never, **kwargs) == [2, 3, 4]
 
 
 def test_nonfinite_metrics_are_null_on_disk(path):
@@ -112,10 +103,9 @@ def test_nonfinite_metrics_are_null_on_disk(path):
     "count": 3,
     "none": None,
   }
+  # They are saved even though no metric ranks the checkpoints yet.
   with checkpoint.Checkpointer(path) as checkpointer:
-    # They are saved even though no metric ranks the checkpoints yet.
     checkpointer.save(7, states.weights(), metrics=metrics)
-    checkpointer.wait()
     assert checkpointer.best_step() is None
   written = json.loads((path / "7" / "metrics" / "metrics").read_text())
   assert written == {"loss": 0.25, "nan": None, "count": 3, "none": None}
@@ -133,10 +123,11 @@ def test_nonfinite_metrics_are_null_on_disk(path):
 )
 def test_step_with_damaged_metadata_is_passed_over(path, name, content):
   # Orbax's own manager cannot be created then, and does not name the file.
-  kwargs = dict(max_to_keep=2, best_metric="accuracy")
-  save_all(path, {1: 0.5, 2: 0.9}, **kwargs)
+  save_all(path, {1: 0.5, 2: 0.9}, max_to_keep=2)
   (path / "2" / name).write_text(content)
-  with checkpoint.Checkpointer(path, **kwargs) as checkpointer:
+  with checkpoint.Checkpointer(
+    path, max_to_keep=2, best_metric="accuracy"
+  ) as checkpointer:
     restored = checkpointer.restore(states.weights())
     np.testing.assert_array_equal(restored.params["w"], np.full(3, 1))
     assert checkpointer.restored_step == checkpointer.best_step() == 1

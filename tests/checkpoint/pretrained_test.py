@@ -3,6 +3,8 @@
 import json
 import types
 
+import bucket_servers
+from etils import epath
 from flax import linen as nn
 from flax import nnx
 from flax import serialization
@@ -13,6 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from safetensors import numpy as safetensors_numpy
+import two_processes
 
 import flaxshard as fs
 from flaxshard.core import trees
@@ -328,3 +331,67 @@ def test_files_that_cannot_be_read(name, content, facts, tmp_path):
     fs.checkpoint.init_from({"a": jnp.ones(2)}, tmp_path / name)
   for fact in facts:
     assert fact in str(e.value)
+
+
+# Two processes, and a bucket.
+
+
+def save_dense(folder):
+  """Saves parameters in several formats, and returns them."""
+  state = fs.create_train_state(
+    nn.Dense(8), jax.random.key(1), jnp.ones((1, 4)), optax.adam(0.1)
+  )
+  with fs.Checkpointer(f"{folder}/run/checkpoints") as checkpointer:
+    checkpointer.save(1, state)
+  params = jax.tree.map(np.asarray, state.params)
+  write = lambda path, content: epath.Path(path).write_bytes(content)
+  write(f"{folder}/a.safetensors", safetensors_numpy.save(params))
+  write(f"{folder}/a.msgpack", serialization.to_bytes(params))
+  return params
+
+
+_SCRIPT = """
+import numpy as np, optax, jax.numpy as jnp
+from flax import linen as nn
+import flaxshard as fs
+folder = sys.argv[3]
+strategy = fs.Strategy()
+rules = (("kernel", jax.sharding.PartitionSpec(None, "replica")),)
+wanted = np.load(folder + "/kernel.npy")
+for lora in (None, fs.LoRA(rank=2)):
+  for name in ("run", "a.safetensors", "a.msgpack"):
+    state = fs.create_train_state(
+        nn.Dense(8), jax.random.key(0), jnp.ones((1, 4)), optax.adam(0.1),
+        strategy=strategy, rules=rules, lora=lora, wrappers=[fs.LossScale(8.0)])
+    state, _ = fs.checkpoint.init_from(state, folder + "/" + name)
+    kernel = (state.frozen if lora else state.params)["kernel"]
+    shards = kernel.addressable_shards
+    assert len(shards) == 2 and shards[0].data.shape == (4, 2)
+    for shard in shards:
+      np.testing.assert_array_equal(shard.data, wanted[shard.index])
+  merged = fs.merge_lora(state)["params"]["kernel"]
+  assert merged.sharding == kernel.sharding
+try:
+  fs.checkpoint.init_from(state, folder + f"/missing{rank}")
+except ValueError as e:
+  print("error", e)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_parts(tmp_path):
+  (tmp_path / "run").mkdir()
+  np.save(tmp_path / "kernel.npy", save_dense(tmp_path)["kernel"])
+  for output, _ in two_processes.run(_SCRIPT, str(tmp_path)):
+    assert "error" in output and "missing" in output
+
+
+@pytest.mark.slow
+def test_bucket(servers):
+  folder = f"gs://{bucket_servers.BUCKET}/pretrained"
+  params = save_dense(folder)
+  for name in ("run", "a.safetensors", "a.msgpack"):
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    read, report = fs.checkpoint.init_from(zeros, f"{folder}/{name}")
+    assert_equal(read, params)
+    assert report.path.startswith(folder)

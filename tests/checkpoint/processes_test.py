@@ -1,8 +1,8 @@
 """Two processes that save together: digests, damage, failures."""
 
 import pathlib
-from typing import Any
 
+from checkpoint_states import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +65,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import flaxshard as fs
-from checkpoint.processes_test import assert_same, Counter, create
+from checkpoint.processes_test import assert_same, create
+from checkpoint_states import Counter
 
 strategy = fs.Strategy(mesh_shape={"replica": 4})
 
@@ -142,22 +143,6 @@ def create(strategy: fs.Strategy, seed: int) -> fs.TrainState:
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
   return jax.tree.map(shard, state)
-
-
-class Counter:
-  """An iterator that has only a position; that of each process, or global."""
-
-  def __init__(self, position: Any, position_is_global: bool = False):
-    self.position = position
-    self.position_is_global = position_is_global
-
-  def get_state(self) -> Any:
-    return self.position
-
-  def set_state(self, position: Any) -> None:
-    if position == "invalid":
-      raise LookupError("no such position")
-    self.position = position
 
 
 def assert_same(a: fs.TrainState, b: fs.TrainState) -> None:
@@ -238,7 +223,7 @@ print("same")
 # Positions of the data: one for all, or one for each process. Both processes
 # raise the error that one of them has.
 _POSITIONS = """
-from checkpoint.processes_test import Counter
+from checkpoint_states import Counter
 
 path = path / "positions"
 state = create(strategy, 1)
