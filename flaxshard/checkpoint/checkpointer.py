@@ -447,7 +447,7 @@ class Checkpointer:
     """
     items_lib.check_state(state)
     self.wait()
-    self._restored_step, restored = steps.read(
+    self._restored_step, restored = steps.read_newest(
       self.directory,
       step,
       lambda path: restoring.restore_step(path, state, data=data),

@@ -14,7 +14,6 @@ import logging
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -32,8 +31,6 @@ _log = logging.getLogger(__name__)
 
 # A train state, or several by name.
 States = TrainState | Mapping[str, TrainState]
-
-_KINDS = (jnp.number, jnp.bool_, jax.dtypes.prng_key)
 
 
 def save_args(
@@ -235,12 +232,10 @@ def _check_savable(state: States) -> None:
   """
   for path, x in jax.tree_util.tree_leaves_with_path(state):
     name = f"state[{trees.path_string(path)}]"
-    if (
-      isinstance(x, jax.core.Tracer)
-      or not isinstance(x, (jax.Array, np.ndarray, np.generic))
-      or not any(jnp.issubdtype(x.dtype, kind) for kind in _KINDS)
-      # NumPy has 64 bits by default, and JAX would restore 32.
-      or (not isinstance(x, jax.Array) and jnp.asarray(x).dtype != x.dtype)
+    is_numpy = isinstance(x, (np.ndarray, np.generic)) and trees.is_array(x)
+    # NumPy has 64 bits by default, and JAX would restore 32.
+    if not isinstance(x, jax.Array) and not (
+      is_numpy and jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
     ):
       raise TypeError(
         f"{name} must be an array of numbers, booleans or random keys, without "

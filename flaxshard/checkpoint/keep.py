@@ -96,16 +96,12 @@ class Keep(checkpoint_managers.PreservationPolicy):
       metrics: Numbers by name: Python numbers, or arrays without dimensions.
 
     Raises:
-      TypeError: A metric is not a number.
-      ValueError: There are metrics, but not the one that ranks checkpoints.
+      TypeError, ValueError: A metric is not a number, or there are metrics, but
+        not the one that ranks checkpoints.
     """
     numbers: dict[str, float | None] = {}
     for name, value in metrics.items():
-      try:
-        number = math.nan if value is None else float(value)
-      except (TypeError, ValueError) as e:
-        message = f"metrics[{name!r}] must be a number, got {value!r}."
-        raise TypeError(message) from e
+      number = math.nan if value is None else float(value)
       numbers[name] = number if math.isfinite(number) else None
     # Without any, as between evaluations, a checkpoint is not ranked.
     if numbers and self.best_metric and self.best_metric not in numbers:

@@ -112,47 +112,65 @@ def look(directory: files.Path) -> tuple[dict[int, Directory], set[int]]:
 
 
 def read(
-  path: files.Path,
-  step: int | None,
-  read_step: Callable[[Directory], _T],
-  list_steps: Callable[[], Mapping[int, Directory]] | None = None,
-  damaged: set[int] | None = None,
+  path: files.Path, step: int | None, read_step: Callable[[Directory], _T]
 ) -> tuple[Any, _T]:
   """Reads the step at a path, or the newest of a directory that is not damaged.
-
-  Another program may save in the directory at the same time, and delete steps
-  that are being read. Then the steps are listed again.
 
   Args:
     path: A step, a directory of steps, or a workdir.
     step: The only step to read; None means the newest.
     read_step: Reads the step at a path, or raises `Damaged`.
-    list_steps: Returns the path of each step in the directory `path`; None
-      finds them.
-    damaged: Gets the numbers of the steps that were found to be damaged.
 
   Returns:
     The number of the step, None for a file without one, and what `read_step`
     returned.
 
   Raises:
+    ValueError: See `read_newest`.
+  """
+  where = as_path(path)
+  number = number_of(where)
+  if is_step(where) and step in (None, number):
+    return number, read_step(where)
+  directory = directory_of_steps(where)
+  return read_newest(
+    directory, step, read_step, lambda: find(directory), damaged=set()
+  )
+
+
+def read_newest(
+  directory: files.Path,
+  step: int | None,
+  read_step: Callable[[Directory], _T],
+  list_steps: Callable[[], Mapping[int, Directory]],
+  damaged: set[int],
+) -> tuple[int, _T]:
+  """Reads a step of a directory, or the newest one that is not damaged.
+
+  Another program may save in the directory at the same time, and delete steps
+  that are being read. Then the steps are listed again.
+
+  Args:
+    directory: The directory of the steps, for error messages.
+    step: As for `read`.
+    read_step: As for `read`.
+    list_steps: Returns the path of each step.
+    damaged: Gets the numbers of the steps that were found to be damaged.
+
+  Returns:
+    The number of the step, and what `read_step` returned.
+
+  Raises:
     ValueError: There is no such step, or it is damaged, or all are, or the
       processes find different steps.
   """
-  directory = as_path(path)
-  if list_steps is None:
-    number = number_of(directory)
-    if is_step(directory) and step in (None, number):
-      return number, read_step(directory)
-    directory = directory_of_steps(path)
-    list_steps = lambda: find(directory)
   found = list_steps()
   multihost.check_agreement(
     {"the steps that they find": sorted(found)},
     f"All processes must read the same directory; this one reads {directory}.",
   )
   if not found:
-    missing = describe_missing(directory)
+    missing = describe_missing(as_path(directory))
     raise ValueError(f"no checkpoint in {directory}: {missing}")
   if step is not None and step not in found:
     raise ValueError(
@@ -168,8 +186,7 @@ def read(
       if error is None:
         raise
       failures[number] = str(error)
-      if damaged is not None:
-        damaged.add(number)
+      damaged.add(number)
       if step is not None:
         raise error from e
       _log.warning("step %d is damaged, passed over: %s", number, error)
