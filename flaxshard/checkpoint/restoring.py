@@ -9,6 +9,7 @@ from the restored parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 import logging
 import os
 from typing import Any, TypeVar
@@ -267,7 +268,7 @@ class _Plan:
     """Raises a ValueError unless all other leaves are there, and no more."""
     has = {path: self._saved[source] for path, source in self._sources.items()}
     names = {path[1] for path in self._wanted if path[0] == WRAPPER_STATES}
-    fields = fields_lib.array_fields(self._state)
+    fields = {field.name for field in dataclasses.fields(self._state)}
     used, left = set(self._sources.values()), set()
     for path, leaf in self._saved.items():
       is_state = path[0] == WRAPPER_STATES

@@ -144,9 +144,7 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize(
-  "write", [plain_states.write_v0, flax_orbax, flax_msgpack]
-)
+@pytest.mark.parametrize("write", [plain_states.write_v0, flax_msgpack])
 @pytest.mark.parametrize("name", SCALES)
 def test_dynamic_scale_becomes_loss_scale(write, name, tmp_path, logged_notes):
   scale = SCALES[name]
