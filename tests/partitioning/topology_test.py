@@ -118,21 +118,12 @@ UNEVEN = [tpu((x, 0, 0), process=x // 2) for x in range(3)]
     (lambda: fs.Topology(MESH, [[ZEROS, [0, 0, 2, 0]]]), r"\[0, 1\] .*0, 2, 0"),
     (lambda: fs.Topology(MESH, [[ZEROS], [ZEROS]]), r"\[0, 0\] .*another core"),
     (lambda: fs.Topology(MESH, None, ["a"]), r"devices .*\[1, 2\].*got \[1\]"),
-    (
-      lambda: fs.Topology(MESH, None, ["a", "b"]),
-      r"devices .*\[1, 2\].*got \[2\]",
-    ),
+    (lambda: fs.Topology(MESH, None, ["a"] * 2), r"devices .*\[1, 2\].*\[2\]"),
     (lambda: fs.Topology((2, 1, 4, 1), num_slices=3), "num_slices=3, .*got 4"),
     (lambda: read([]), r"devices .*at least one, got \[\]"),
     (lambda: read(UNEVEN), r"processes, .*\[2, 1\]"),
-    (
-      lambda: fs.Topology.from_devices(None, (2, 2, 1, 1)),
-      "devices, 8, .*2, 2",
-    ),
-    (
-      lambda: fs.Topology.from_devices(None, (8.0, 1, 1, 1)),
-      r"mesh_shape\[0\]",
-    ),
+    (lambda: read(None, (2, 2, 1, 1)), "devices, 8, .*2, 2"),
+    (lambda: read(None, (8.0, 1, 1, 1)), r"mesh_shape\[0\].*8\.0"),
   ],
 )
 def test_mistakes(call, facts):

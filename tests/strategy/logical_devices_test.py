@@ -313,44 +313,31 @@ def closes(x):
 split = S.split_to_logical_devices
 assign = S.assign_to_logical_device
 on_device = S.on_logical_device
-ALONE = " .* alone"
+ALONE = "_device.*: .* alone"
 
 
 @pytest.mark.parametrize(
-  ("call", "error", "facts"),
+  ("call", "facts"),
   [
-    (lambda x: split(x, [4]), ValueError, r"partition.*\(8, 4\).*got 1"),
-    (lambda x: split(x, [3, 1]), ValueError, "devices, 4; .* product 3"),
-    (lambda x: split(x, [4, 2.0]), TypeError, r"dimensions\[1\].*got 2\.0"),
-    (
-      lambda x: split(x[:6], [4, 1]),
-      ValueError,
-      r"=\[4, 1\].*axis 0.*4 times.*\(6, 4\)",
-    ),
-    (
-      lambda x: split(np.full((4, 4), 2**31), [2, 2]),
-      ValueError,
-      "do not fit int32",
-    ),
-    (lambda x: assign(x, 4), ValueError, "logical_device_id.*got 4"),
-    (lambda x: assign(x, -1), ValueError, "logical_device_id.*got -1"),
-    (lambda x: on_device(1.0, jnp.sin, x), TypeError, r"_id.*got 1\.0"),
+    (lambda x: split(x, [4]), r"partition.*\(8, 4\).*got 1"),
+    (lambda x: split(x, [3, 1]), "devices, 4; .* product 3"),
+    (lambda x: split(x, [4, 2.0]), r"dimensions\[1\].*got 2\.0"),
+    (lambda x: split(x[:6], [4, 1]), r"=\[4, 1\].*axis 0.*4 times.*\(6, 4\)"),
+    (lambda x: split(np.full((4, 4), 2**31), [2, 2]), "tensor.*2147.*int32"),
+    (lambda x: assign(x, 4), "logical_device_id.*got 4"),
+    (lambda x: assign(x, -1), "logical_device_id.*got -1"),
+    (lambda x: on_device(1.0, jnp.sin, x), r"_id.*got 1\.0"),
     # In a trace alone: there one program runs on all devices.
     (
       jax.jit(on_device_with(lambda x: split(x, [2, 2]))),
-      ValueError,
-      f"^split_to_logical_devices:{ALONE}",
+      f"^split_to.*{ALONE}",
     ),
-    (
-      jax.jit(on_device_with(on_device_with(jnp.sin))),
-      ValueError,
-      f"^on_logical_device:{ALONE}",
-    ),
-    (jax.jit(closes), ValueError, r"closes over a traced float32\[8,4\]"),
+    (jax.jit(on_device_with(on_device_with(jnp.sin))), f"^on_logical.*{ALONE}"),
+    (jax.jit(closes), r"closes over a traced float32\[8,4\]"),
   ],
 )
-def test_mistakes(call, error, facts):
-  with pytest.raises(error, match=facts):
+def test_mistakes(call, facts):
+  with pytest.raises(ValueError, match=facts):
     call(X)
 
 

@@ -20,29 +20,23 @@ def _collectives(strategy: fs.Strategy, wrappers: list, **options: Any) -> list:
 
 
 @pytest.mark.parametrize(
-  ("groups", "size", "network"),
+  ("topology", "groups", "size", "network"),
   [
+    ("v6e:2x4", None, 8, "ici"),
     # Replicas 0 to 3 are on the first slice.
-    ([[0, 1, 2, 3], [4, 5, 6, 7]], 4, "ici"),
-    ([[0, 4], [1, 5], [2, 6], [3, 7]], 2, "dcn"),
+    ("2*v5e:2x2", [[0, 1, 2, 3], [4, 5, 6, 7]], 4, "ici"),
+    ("2*v5e:2x2", [[0, 4], [1, 5], [2, 6], [3, 7]], 2, "dcn"),
   ],
 )
 def test_cross_shard_reduces_in_its_groups(
-  groups: list[list[int]], size: int, network: str
+  topology: str, groups: list[list[int]] | None, size: int, network: str
 ) -> None:
-  strategy = tpu_programs.strategy_of("2*v5e:2x2")
+  strategy = tpu_programs.strategy_of(topology)
   found = _collectives(strategy, [fs.CrossShard(group_assignment=groups)])
   assert {(c.kind, c.group_size, c.network) for c in found} == {
     ("all-reduce", size, network)
   }
   assert sum(c.operand_bytes for c in found) == 4 * PARAMS
-
-
-def test_cross_shard_over_all_replicas() -> None:
-  strategy = tpu_programs.strategy_of("v6e:2x4")
-  (found,) = _collectives(strategy, [fs.CrossShard()])
-  assert (found.kind, found.axes) == ("all-reduce", ("replica",))
-  assert found.operand_bytes == 4 * PARAMS
 
 
 @pytest.mark.parametrize(
