@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+from jax.experimental import topologies
 import numpy as np
 import pytest
 
@@ -43,7 +44,11 @@ def of_shape(**mesh_shape):
   return {"mesh_shape": mesh_shape}
 
 
-HAND = {"device_assignment": by_hand()}
+def named(device_assignment):
+  return {"device_assignment": device_assignment}
+
+
+HAND = named(by_hand())
 
 
 @pytest.mark.parametrize(
@@ -122,11 +127,27 @@ def test_mesh_shape_without_replicas_warns():
     (of_shape(fsdp=-1, model=2), ValueError, "no axis 'replica'"),
     ({**HAND, "devices": jax.devices()[:4]}, ValueError, "6 of .*4 dev.* 1 "),
     ({**HAND, **of_shape(replica=4)}, ValueError, "'replica': 4.* has 2"),
+    # Topologies, for compiling alone.
+    (named("v5e-8"), ValueError, "'v5e-8'.*'v5e:2x4'"),
+    (named("v6e:1x2"), ValueError, r"no libtpu .*flaxshard\[tpu\]"),
+    (named(fs.Topology(MESH_SHAPE)), ValueError, "Topology.named"),
   ],
 )
-def test_mistakes(options, error, facts):
+def test_mistakes(monkeypatch, options, error, facts):
+  def get_topology_desc(*_, **__):
+    raise RuntimeError("no libtpu")
+
+  monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
   with pytest.raises(error, match=facts):
     fs.Strategy(**options)
+
+
+def test_abstract_batch_on_devices():
+  strategy = fs.Strategy()
+  batch = strategy.shard_batch({"x": jax.ShapeDtypeStruct((16, 2), np.float32)})
+  spec = jax.sharding.PartitionSpec("replica")
+  assert batch["x"].sharding == jax.NamedSharding(strategy.mesh, spec)
+  assert strategy.jit(lambda b: b["x"].sum()).lower(batch).as_text()
 
 
 # -- The order of devices that are not here.
