@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -58,47 +58,29 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Optimizer:
-  """An optax optimizer by name, hashable and comparable.
+@functools.cache
+def named(name: str, **arguments: Any) -> optax.GradientTransformation:
+  """Returns an optax optimizer by name.
 
-  Two of them are equal if name and arguments are equal. It has the `init` and
-  `update` of an `optax.GradientTransformation`.
+  Equal arguments give the same optimizer. The functions of optax are equal only
+  to themselves, and `jax.jit` would compile again for others.
 
   Args:
     name: `"adadelta"`, `"adafactor"`, `"adagrad"`, `"adagrad_da"`, `"adam"`,
       `"adamw"`, `"ftrl"`, `"lamb"`, `"lion"`, `"proximal_adagrad"`,
       `"proximal_gradient_descent"`, `"rmsprop"`, `"sgd"`, or
       `"package.module:function"`.
-    arguments: Pairs of argument names and values.
+    **arguments: Its arguments.
 
   Raises:
     TypeError, ValueError: The name or an argument is unknown or not allowed.
 
   Example:
-    >>> tx = Optimizer("sgd", (("learning_rate", 0.7), ("momentum", 0.9)))
+    >>> tx = named("sgd", learning_rate=0.7, momentum=0.9)
     >>> tx.init(jax.numpy.ones(2))[0].trace.tolist()
     [0.0, 0.0]
   """
-
-  name: str
-  arguments: tuple[tuple[str, Any], ...] = ()
-  # Built once, not compared: optax's functions are equal only to themselves.
-  _tx: optax.GradientTransformation = dataclasses.field(
-    init=False, repr=False, compare=False
-  )
-
-  def __post_init__(self) -> None:
-    config = {"name": self.name, **dict(self.arguments)}
-    object.__setattr__(self, "_tx", _build("optimizer", config))
-
-  def init(self, params: Any) -> Any:
-    """Returns the initial optimizer state."""
-    return self._tx.init(params)
-
-  def update(self, updates: Any, state: Any, params: Any = None) -> Any:
-    """Returns `(updates, state)`: the updates to add, and the next state."""
-    return self._tx.update(updates, state, params)
+  return _build("optimizer", {"name": name, **arguments})
 
 
 def _constant(learning_rate: float, num_train_steps: int) -> optax.Schedule:
@@ -133,7 +115,7 @@ def create(
 
   Args:
     config: A checked config. `optimizer` has the name of an optimizer and its
-      arguments, as in `Optimizer`, and may have `clip_by_global_norm`, the
+      arguments, as in `named`, and may have `clip_by_global_norm`, the
       largest norm of the gradients. `schedule` has the name `"constant"`,
       `"cosine"` (argument: `warmup_steps`), or `"package.module:function"` for
       a function of `learning_rate` and `num_train_steps` that returns a

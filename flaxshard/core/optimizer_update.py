@@ -12,7 +12,6 @@ import inspect
 import types
 from typing import Any
 
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
 import optax
@@ -73,14 +72,12 @@ def update(
       grads,
     )
   optimized = gradients.optimized_params(params)
-  has_statistics = optimized is not params
   updates, new_state = tx.update(
-    grads["params"] if has_statistics else grads, opt_state, optimized, **extra
+    gradients.optimized_params(grads), opt_state, optimized, **extra
   )
   new = optax.apply_updates(optimized, updates)
-  if has_statistics:
-    statistics = grads[OVERWRITE_WITH_GRADIENT]
-    new = {"params": new, OVERWRITE_WITH_GRADIENT: statistics}
+  if optimized is not params:
+    new = {**grads, "params": new}
   if has_frozen:
     return keep(frozen, (params, opt_state), (new, new_state))
   return new, new_state

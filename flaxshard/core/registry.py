@@ -217,7 +217,8 @@ def to_plain(value: Any) -> Any:
   """Returns a config value as dicts, tuples and Python's own numbers."""
   if is_dict(value):
     return {k: to_plain(v) for k, v in dict(value).items()}
-  if isinstance(value, (list, tuple)):
+  # An optimizer is a tuple, too, with names.
+  if type(value) in (list, tuple):
     # Tuples: `jax.jit` hashes models and wrappers, and lists have no hash.
     return tuple(to_plain(v) for v in value)
   return value.item() if isinstance(value, np.generic) else value

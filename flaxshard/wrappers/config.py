@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flaxshard.core import checks
+from flaxshard.core import optimizer
 from flaxshard.core import registry
-from flaxshard.core.optimizer import Optimizer
 from flaxshard.core.policy import Policy
 from flaxshard.wrappers import base
 from flaxshard.wrappers import loss_scale
@@ -33,7 +33,7 @@ _CLASSES: dict[str, Any] = {
   "ema": EMA,
   "fixed": loss_scale.FixedLossScale,
   "loss_scale": loss_scale.LossScale,
-  "optimizer": Optimizer,
+  "optimizer": optimizer.named,
   "policy": Policy,
   "store": Store,
 }
@@ -85,9 +85,6 @@ def _construct(where: str, name: Any, arguments: Any) -> Any:
   """Builds the dataclass of a name with the arguments of a config."""
   cls = registry.lookup(where, name, _CLASSES)
   where, arguments = f"{where} ({name!r})", dict(arguments)
-  if cls is Optimizer:
-    name = arguments.pop("name", None)
-    arguments = {"name": name, "arguments": tuple(arguments.items())}
   for key, value in arguments.items():
     if registry.is_dict(value):
       value = dict(value)

@@ -8,6 +8,7 @@ import ml_collections
 import pytest
 
 import flaxshard as fs
+from flaxshard.core import optimizer
 from flaxshard.wrappers import from_config
 
 
@@ -31,6 +32,7 @@ def importable(monkeypatch):
   )
 
 
+SGD = {"name": "sgd", "learning_rate": 0.7}
 CONFIG = (
   ("loss_scale", {"scale": "auto", "policy": "mixed_float16"}),
   (
@@ -40,6 +42,7 @@ CONFIG = (
       "rule": {"type": "dynamic", "initial_scale": 1 / 3, "min_scale": 0.3},
     },
   ),
+  ("agn", {"commit": "mean", "outer_tx": {"type": "optimizer", **SGD}}),
 )
 
 
@@ -55,7 +58,12 @@ CONFIG = (
 def test_forms_of_a_config(form):
   made = from_config(form)
   rule = fs.DynamicLossScale(initial_scale=1 / 3, min_scale=0.3)
-  wanted = fs.LossScale("auto", policy="mixed_float16"), Mine((1.0, 2.5), rule)
+  wanted = (
+    fs.LossScale("auto", policy="mixed_float16"),
+    Mine((1.0, 2.5), rule),
+    # Equal ones are one object.
+    fs.AGN(commit="mean", outer_tx=optimizer.named(**SGD)),
+  )
   assert made == wanted and hash(made) == hash(wanted)
 
 
