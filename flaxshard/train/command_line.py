@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 
 from absl import flags
 
@@ -43,78 +44,6 @@ def main() -> None:
   # As the main module: absl prints its docstring and its flags as the help, and
   # `multiprocessing` imports it again by its name.
   runpy.run_module("flaxshard", run_name="__main__", alter_sys=True)
-
-
-def parse_flags(
-  argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
-) -> list[str]:
-  """Parses flags, for `absl.app.run(flags_parser=...)`.
-
-  The flag `config` gets the config that it names, as a `ConfigDict` with every
-  field, and with the fields of the command line set.
-
-  Args:
-    argv: The command line, with the program's name.
-    flag_values: The flags, among them `config`, `workdir`, `plan`, `list`,
-      `synchronize` and `version`.
-
-  Returns:
-    The program's name.
-
-  Raises:
-    SystemExit: A flag or a field is wrong, or there is no such config; the
-      message names it. Or what --list, --version and --help=config ask for is
-      printed.
-    Exception: The code of the config raised it.
-  """
-  with report_mistakes():
-    return _parse(argv, flag_values)
-
-
-def _parse(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
-  program, *arguments = argv
-  arguments = flag_values.read_flags_from_files(arguments, force_gnu=False)
-  if any(argument.lstrip("-") == "help=config" for argument in arguments):
-    print(config_text.help_text())
-    raise SystemExit(0)
-  arguments, fields = files.split_flags(arguments)
-  try:
-    rest = flag_values([program, *arguments])
-  except flags.Error as e:
-    name = getattr(e, "flagname", None)
-    is_field = name in definition.FIELDS
-    hint = f" Did you mean --config.{name}?" if is_field else ""
-    raise ValueError(f"{e}{hint} --help lists the flags.") from e
-  if flag_values.version:
-    print(f"flaxshard {VERSION}")
-    raise SystemExit(0)
-  if flag_values.list:
-    names = config_lib.names()
-    width = max(map(len, names))
-    for name, meaning in names.items():
-      print(f"{name:{width}}  {meaning}")
-    raise SystemExit(0)
-  if rest[1:]:
-    raise ValueError(
-      f"unexpected argument {rest[1]!r}: the flags are --config=NAME, "
-      "--workdir=FOLDER, --config.FIELD=VALUE and --plan=TOPOLOGY."
-    )
-  if not flag_values.workdir and flag_values.plan is None:
-    raise ValueError(
-      "--workdir is missing: the folder of the run. Only --plan needs none."
-    )
-  if flag_values.synchronize:
-    return rest
-  if not flag_values.config:
-    raise ValueError(
-      "--config is missing: a name that --list prints, or a file. For example: "
-      "flaxshard --config=digits --workdir=/tmp/digits. --help lists the flags."
-    )
-  config = config_lib.read(flag_values.config)
-  files.set_fields(config, fields)
-  # From here on the flag is the config, as with `config_flags`.
-  flag_values["config"].value = config
-  return rest
 
 
 @contextlib.contextmanager
@@ -160,7 +89,72 @@ def report_mistakes(verbose: bool = False, hint: str = "") -> Iterator[None]:
 
 
 def _is_raised_by_flaxshard(error: BaseException) -> bool:
-  tb = error.__traceback__
-  while tb is not None and tb.tb_next is not None:
-    tb = tb.tb_next
-  return tb is not None and tb.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+  frames = traceback.extract_tb(error.__traceback__)
+  return bool(frames) and frames[-1].filename.startswith(_PACKAGE)
+
+
+@report_mistakes()
+def parse_flags(
+  argv: Sequence[str], flag_values: flags.FlagValues = flags.FLAGS
+) -> list[str]:
+  """Parses flags, for `absl.app.run(flags_parser=...)`.
+
+  The flag `config` gets the config that it names, as a `ConfigDict` with every
+  field, and with the fields of the command line set.
+
+  Args:
+    argv: The command line, with the program's name.
+    flag_values: The flags, among them `config`, `workdir`, `plan`, `list`,
+      `synchronize` and `version`.
+
+  Returns:
+    The program's name.
+
+  Raises:
+    SystemExit: A flag or a field is wrong, or there is no such config; the
+      message names it. Or what --list, --version and --help=config ask for is
+      printed.
+    Exception: The code of the config raised it.
+  """
+  if any(argument.lstrip("-") == "help=config" for argument in argv):
+    print(config_text.help_text())
+    raise SystemExit(0)
+  try:
+    given = flag_values.read_flags_from_files(argv[1:], force_gnu=False)
+    others, fields = files.split_flags(given)
+    rest = flag_values([argv[0], *others])
+  except flags.Error as e:
+    name = getattr(e, "flagname", None)
+    is_field = name in definition.FIELDS
+    hint = f" Did you mean --config.{name}?" if is_field else ""
+    raise ValueError(f"{e}{hint} --help lists the flags.") from e
+  if flag_values.version:
+    print(f"flaxshard {VERSION}")
+    raise SystemExit(0)
+  if flag_values.list:
+    names = config_lib.names()
+    width = max(map(len, names))
+    for name, meaning in names.items():
+      print(f"{name:{width}}  {meaning}")
+    raise SystemExit(0)
+  if rest[1:]:
+    raise ValueError(
+      f"unexpected argument {rest[1]!r}: the flags are --config=NAME, "
+      "--workdir=FOLDER, --config.FIELD=VALUE and --plan=TOPOLOGY."
+    )
+  if not flag_values.workdir and flag_values.plan is None:
+    raise ValueError(
+      "--workdir is missing: the folder of the run. Only --plan needs none."
+    )
+  if flag_values.synchronize:
+    return rest
+  if not flag_values.config:
+    raise ValueError(
+      "--config is missing: a name that --list prints, or a file. For example: "
+      "flaxshard --config=digits --workdir=/tmp/digits. --help lists the flags."
+    )
+  config = config_lib.read(flag_values.config)
+  files.set_fields(config, fields)
+  # From here on the flag is the config, as with `config_flags`.
+  flag_values["config"].value = config
+  return rest

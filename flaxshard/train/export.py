@@ -106,6 +106,8 @@ def export(
   for name in (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE):
     if epath.Path(os.path.join(path, name)).exists():
       raise ValueError(f"path={path!r} has {name} already: use another folder.")
+  facts: dict[str, Any] = {}
+  task = None if task is None else tasks.adapt(task)
   if isinstance(source, TrainState):
     if not example:
       raise ValueError(
@@ -113,18 +115,12 @@ def export(
         f"without the batch dimension; got example={example!r}."
       )
     state = source
-    task = None if task is None else tasks.adapt(task)
-    facts: dict[str, Any] = {"step": int(source.step)}
   else:
     if not isinstance(source, load_lib.Loaded):
       source = load_lib.load(source, task=task)
-    state, example = source.state, source.example
-    task = source.task if task is None else tasks.adapt(task)
-    facts = {
-      "step": source.step,
-      "task": task.name,
-      "config": same_run.config_to_json(source.config),
-    }
+    state, example, task = source.state, source.example, task or source.task
+    facts["task"] = task.name
+    facts["config"] = same_run.config_to_json(source.config)
   variables, call = _flatten(state, task)
   exported = _export(call, variables, example, tuple(platforms), batch_size)
   (_, inputs), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
@@ -132,6 +128,7 @@ def export(
   description = {
     "flaxshard": VERSION,
     "jax": jax.__version__,
+    "step": int(source.step),
     **facts,
     "platforms": list(exported.platforms),
     "inputs": jax.tree.map(_describe, inputs),

@@ -123,12 +123,9 @@ def check(config: Any) -> ml_collections.ConfigDict:
     ('adamw', -1)
   """
   if not registry.is_dict(config):
-    hint = ""
-    if isinstance(config, str):
-      hint = f" flaxshard.config.read({config!r}) reads a config by its name."
     raise TypeError(
       "config must be a ConfigDict or a dict of its fields, got "
-      f"{checks.describe(config)}.{hint}"
+      f"{checks.describe(config)}. flaxshard.config.read(name) reads one."
     )
   try:
     # Of a copy: changing the checked config leaves the given one as it is.
@@ -138,7 +135,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
   values = {path: operator.attrgetter(path)(model) for path in FIELDS}
   _check_names(values)
   _check_combinations(values)
-  checked = model.to_dict()
+  checked = model.model_dump()
   if ":" not in checked["optimizer"]["name"] + checked["schedule"]["name"]:
     optimizer.create(checked)
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
