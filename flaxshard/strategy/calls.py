@@ -18,9 +18,8 @@ import jax
 
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
+from flaxshard.strategy import program as program_lib
 from flaxshard.strategy.arguments import Leaf
-from flaxshard.strategy.program import Loop
-from flaxshard.strategy.program import ReplicaProgram
 
 PyTree = Any
 Function = Callable[..., PyTree]
@@ -48,8 +47,8 @@ class CompiledForms:
     mesh: The strategy's mesh.
     donate_argnums: The positions of arguments that may be overwritten.
     wait: Whether a call blocks until the results are computed.
-    loop: Makes a loop over batches from the function that is called, for
-      `Strategy.run_steps`.
+    reductions: Of a function for `Strategy.run_steps`: how the outputs of the
+      last step are reduced; else None.
     get_function: Returns the function, when a program is traced. It is a weak
       reference: the cache must not keep the function alive.
   """
@@ -57,7 +56,7 @@ class CompiledForms:
   mesh: jax.sharding.Mesh
   donate_argnums: tuple[int, ...]
   wait: bool
-  loop: Loop | None
+  reductions: program_lib.Reductions | None
   get_function: Callable[[], Function | None]
 
   def __post_init__(self) -> None:
@@ -138,7 +137,7 @@ class CompiledForms:
     shardings = tuple(x.sharding for x in placed)
     key = treedef, shardings
     if key not in self._compiled:
-      program = ReplicaProgram(
+      program = program_lib.ReplicaProgram(
         self.mesh,
         treedef,
         leaves,
@@ -150,7 +149,8 @@ class CompiledForms:
           leaves,
           shardings,
           # Batches with the steps as their first dimension.
-          is_stacked=self.loop is not None and not isinstance(args[1], list),
+          is_stacked=self.reductions is not None
+          and not isinstance(args[1], list),
         ),
       )
       # JAX sees the leaves as arguments, not the trees.
@@ -166,15 +166,15 @@ class CompiledForms:
     """Returns the function to trace."""
     fn = self.get_function()
     assert fn is not None
-    return fn if self.loop is None else self.loop(fn)
+    if self.reductions is None:
+      return fn
+    return functools.partial(program_lib.run_loop, fn, self.reductions)
 
 
 # The compiled forms by options, of each function, and of each method of an
-# object. One cache for all strategies: equal meshes share what is compiled.
-_by_function: weakref.WeakKeyDictionary[Any, dict[Any, CompiledForms]] = (
-  weakref.WeakKeyDictionary()
-)
-_by_method: dict[tuple[int, Any], dict[Any, CompiledForms]] = {}
+# object: by the number of the function or the object. One cache for all
+# strategies: equal meshes share what is compiled.
+_forms: dict[tuple[int, Any], dict[Any, CompiledForms]] = {}
 
 
 def compiled_forms(
@@ -182,41 +182,36 @@ def compiled_forms(
   mesh: jax.sharding.Mesh,
   donate_argnums: tuple[int, ...] = (),
   wait: bool = False,
-  loop: Loop | None = None,
+  reductions: program_lib.Reductions | None = None,
 ) -> CompiledForms:
   """Returns the compiled forms of a function, which are dropped with it.
 
   `jax.jit` keeps compiled programs in the same way: a function that was run
-  once, and the arrays that it captured, are not kept alive.
-
-  Equal callables share an entry, which dies with the first of them. A bound
-  method is a new object at each access, so its entry dies with the object that
-  it is bound to.
+  once, and the arrays that it captured, are not kept alive. A bound method is a
+  new object at each access, so its entry dies with the object that it is bound
+  to.
 
   Args:
     fn: The function.
     mesh: See `CompiledForms`.
     donate_argnums: See there.
     wait: See there.
-    loop: See there.
+    reductions: See there.
   """
-  reference: Callable[[], Function | None] = weakref.ref(fn)
+  owner: Any = fn
+  function: Any = None
+  reference: type = weakref.ref
   if isinstance(fn, types.MethodType):
-    reference = weakref.WeakMethod(fn)
-    # By identity, as bound methods compare: the object may not be hashable.
-    key = id(fn.__self__), fn.__func__
-    if key not in _by_method:
-      # The number of a dead object may be given to a new one.
-      weakref.finalize(fn.__self__, _by_method.pop, key, None).atexit = False
-    programs = _by_method.setdefault(key, {})
-  else:
-    programs = _by_function.setdefault(fn, {})
-  options = mesh, donate_argnums, wait, loop
-  if options not in programs:
-    programs[options] = CompiledForms(*options, reference)
-  # Of equal functions, the one that is called is alive.
-  programs[options].get_function = reference
-  return programs[options]
+    owner, function, reference = fn.__self__, fn.__func__, weakref.WeakMethod
+  key = id(owner), function
+  if key not in _forms:
+    _forms[key] = {}
+    # The number of a dead object may be given to a new one.
+    weakref.finalize(owner, _forms.pop, key, None).atexit = False
+  options = mesh, donate_argnums, wait, reductions
+  if options not in _forms[key]:
+    _forms[key][options] = CompiledForms(*options, reference(fn))
+  return _forms[key][options]
 
 
 class CompiledFunction:
@@ -235,12 +230,12 @@ class CompiledFunction:
     **options: Any,
   ):
     functools.update_wrapper(self, fn)
-    self._forms = functools.partial(compiled_forms, fn, **options)
+    self._forms = compiled_forms(fn, **options)
     self._arguments = get_arguments
 
   def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
     """Runs the function on each replica."""
-    return self._forms().call(*self._arguments(*args, **kwargs))
+    return self._forms.call(*self._arguments(*args, **kwargs))
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Lowers the program, as `jax.jit(...).lower` does."""
@@ -248,4 +243,4 @@ class CompiledFunction:
 
   def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """Traces the program, as `jax.jit(...).trace` does."""
-    return self._forms().trace(*self._arguments(*args, **kwargs))
+    return self._forms.trace(*self._arguments(*args, **kwargs))

@@ -17,7 +17,6 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
@@ -32,6 +31,8 @@ from flaxshard.strategy.arguments import Leaf
 PyTree = Any
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
+# The structure of a tree of reductions; each of them: None, "sum" or "mean".
+Reductions = tuple[Any, tuple[str | None, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,71 +183,56 @@ def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
 # -- A loop over several steps, for `Strategy.run_steps`.
 
 
-@dataclasses.dataclass(frozen=True)
-class Loop:
-  """Makes a loop over batches from a step, for `Strategy.run_steps`.
+def run_loop(
+  step_fn: Callable[..., PyTree],
+  reductions: Reductions,
+  state: PyTree,
+  batches: PyTree,
+) -> tuple[PyTree, PyTree]:
+  """Takes a step for each batch, on one replica.
 
-  It is hashable, so that the compiled loop is found again.
+  Args:
+    step_fn: See `Strategy.run_steps`.
+    reductions: How the outputs of the last step are reduced.
+    state: The first state.
+    batches: See `Strategy.run_steps`.
 
-  Attributes:
-    reduce: The structure of the reductions.
-    ops: Each of them: None, "sum" or "mean".
+  Returns:
+    The last state, and the outputs of the last step.
   """
 
-  reduce: Any
-  ops: tuple[str | None, ...]
+  def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+    out = step_fn(state, batch)
+    # By type: a state may be a NamedTuple.
+    return out if type(out) is tuple and len(out) == 2 else (out, None)
 
-  @classmethod
-  def create(cls, reduce: PyTree) -> Loop:
-    """Returns a loop with a reduction of the last step's outputs.
-
-    Raises:
-      ValueError: A leaf of `reduce` is no reduction.
-    """
-    ops, treedef = jax.tree.flatten(reduce, is_leaf=lambda x: x is None)
-    for op in ops:
-      if op is not None:
-        checks.one_of("run_steps: reduce", op, replica_context.REDUCE_OPS)
-    return cls(treedef, tuple(ops))
-
-  def __call__(self, step_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Returns `loop(state, batches)` over a step."""
-
-    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-      out = step_fn(state, batch)
-      # By type: a state may be a NamedTuple.
-      return out if type(out) is tuple and len(out) == 2 else (out, None)
-
-    def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
-      if isinstance(batches, list) and batches:
-        batches = jax.tree.map(lambda *x: jnp.stack(x), *batches)
-      steps = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
-      if len(steps) != 1 or steps & {(), (0,)}:
-        raise ValueError(
-          "run_steps: all leaves of batches must have the same number of "
-          "steps, at least one, as their first dimension, got "
-          f"{sorted(steps)}."
-        )
-      # jax.lax.scan needs an initial carry of the outputs' shapes.
-      _, outputs = jax.eval_shape(
-        lambda batches: step(state, jax.tree.map(lambda x: x[0], batches)),
-        batches,
-      )
-      # The outputs are carried, not stacked: only those of the last step are
-      # returned.
-      zeros = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), outputs)
-      (state, outputs), _ = jax.lax.scan(
-        lambda carry, batch: (step(carry[0], batch), None),
-        (state, zeros),
-        batches,
-      )
-      context = replica_context.get_replica_context()
-      assert context is not None
-      parts = self.reduce.flatten_up_to(outputs)
-      reduced = [
-        part if op is None else Replicated(context.all_reduce(op, part))
-        for op, part in zip(self.ops, parts, strict=True)
-      ]
-      return state, self.reduce.unflatten(reduced)
-
-    return loop
+  if isinstance(batches, list) and batches:
+    batches = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+  steps = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
+  if len(steps) != 1 or steps & {(), (0,)}:
+    raise ValueError(
+      "run_steps: all leaves of batches must have the same number of steps, at "
+      f"least one, as their first dimension, got {sorted(steps)}."
+    )
+  # jax.lax.scan needs an initial carry of the outputs' shapes.
+  _, outputs = jax.eval_shape(
+    lambda batches: step(state, jax.tree.map(lambda x: x[0], batches)),
+    batches,
+  )
+  # The outputs are carried, not stacked: only those of the last step are
+  # returned.
+  zeros = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), outputs)
+  (state, outputs), _ = jax.lax.scan(
+    lambda carry, batch: (step(carry[0], batch), None),
+    (state, zeros),
+    batches,
+  )
+  context = replica_context.get_replica_context()
+  assert context is not None
+  structure, ops = reductions
+  parts = structure.flatten_up_to(outputs)
+  reduced = [
+    part if op is None else Replicated(context.all_reduce(op, part))
+    for op, part in zip(ops, parts, strict=True)
+  ]
+  return state, structure.unflatten(reduced)

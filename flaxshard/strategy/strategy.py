@@ -13,11 +13,11 @@ from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.partitioning.topology import Topology
+from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import operations
 from flaxshard.replicas.operations import ValueContext
 from flaxshard.state import describe
 from flaxshard.strategy import calls
-from flaxshard.strategy.program import Loop
 
 PyTree = Any
 
@@ -284,13 +284,17 @@ class Strategy:
     Raises:
       ValueError: `reduce` is no reduction.
     """
+    ops, structure = jax.tree.flatten(reduce, is_leaf=lambda x: x is None)
+    for op in ops:
+      if op is not None:
+        checks.one_of("run_steps: reduce", op, replica_context.REDUCE_OPS)
     return calls.CompiledFunction(
       step_fn,
       lambda state, batches: ((state, batches), {}),
       mesh=self.mesh,
       donate_argnums=(0,) if donate_state else (),
       wait=self.waits,
-      loop=Loop.create(reduce),
+      reductions=(structure, tuple(ops)),
     )
 
   def reduce(
