@@ -145,7 +145,7 @@ def create_train_state(
     sparse_semantics=sparse_semantics,
     **init.variables,
   )
-  if abstract:
+  if abstract or (mesh is not None and compile_only.is_compile_only(mesh)):
     return state
   if (
     init.policy is not None
@@ -158,8 +158,6 @@ def create_train_state(
       "the loss is not scaled. Use wrappers=[LossScale('dynamic')], or "
       "bfloat16."
     )
-  if mesh is not None and compile_only.is_compile_only(mesh):
-    return state
 
   def create_fields(*args: Any) -> dict[str, PyTree]:
     given = init.initialize(*args)

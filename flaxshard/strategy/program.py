@@ -127,40 +127,39 @@ class ReplicaProgram:
     if set(self.mesh.axis_types[1:]) == {jax.sharding.AxisType.Auto}:
       program = rewrites.forget_mesh(program)
     results = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
-    shardings = [
-      arguments.default_sharding(self.mesh, leaf.kind) for leaf in kinds
-    ]
-    return _place(
-      treedef.unflatten(results[i] for i in range(len(order))),
-      treedef.unflatten(shardings),
-      states,
-    )
+    new = treedef.unflatten(results[i] for i in range(len(order)))
+    return _place(self.mesh, new, states)
 
 
-def _place(results: PyTree, shardings: PyTree, arrived: list[Any]) -> PyTree:
+def _place(mesh: jax.sharding.Mesh, results: PyTree, arrived: list[Any]) -> Any:
   """Gives the TrainStates among the results their shardings.
 
   Args:
+    mesh: The strategy's mesh.
     results: What the program returns.
-    shardings: The sharding of each array of a new state.
     arrived: The states among the arguments, as shapes with shardings.
   """
 
-  def place(node: Any, sharding: Any) -> Any:
+  def place(node: Any) -> Any:
     if isinstance(node, Replicated):
       return node.value
     if not arguments.is_state(node):
       return node
     treedef: Any = jax.tree.structure(node)
+    shardings = [
+      arguments.default_sharding(mesh, leaf.kind)
+      for leaf in arguments.leaves_of(node)
+    ]
     # A state leaves with the shardings that it arrived with. Others would make
     # the next step compile again.
     for i, state in enumerate(arrived):
       if jax.tree.structure(state) == treedef:
-        sharding = jax.tree.map(lambda x: x.sharding, arrived.pop(i))
+        shardings = [x.sharding for x in jax.tree.leaves(arrived.pop(i))]
         break
-    return jax.tree.map(mesh_lib.constrain, node, sharding)
+    leaves = jax.tree.leaves(node)
+    return treedef.unflatten(map(mesh_lib.constrain, leaves, shardings))
 
-  return jax.tree.map(place, results, shardings, is_leaf=arguments.is_node)
+  return jax.tree.map(place, results, is_leaf=arguments.is_node)
 
 
 def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
