@@ -1,5 +1,6 @@
-"""The command line: flags, errors, virtual devices and signals."""
+"""The program: flags, mistakes, virtual devices, signals, and a kill."""
 
+import functools
 import os
 import pathlib
 import re
@@ -9,37 +10,35 @@ import sys
 import time
 
 import forked_programs
+from forked_programs import wait_until
+import jax
 import pytest
 import tiny
+from tree_equality import assert_trees_equal
+
+import flaxshard as fs
+from flaxshard.checkpoint import step_files
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_help_and_mistakes(tmp_path):
-  """Mistakes in flags, in the config and in the workdir are one message."""
-  file = tmp_path / "file"
-  file.write_text("")
+  """Mistakes that only a process finds are one message, too."""
+  (tmp_path / "file").write_text("")
   mistakes = {
-    "--config.batch_size=0": ("config.batch_size", "0"),
     "--local_processes=3 --config.mesh.virtual_devices=8": (
-      "config.mesh.virtual_devices=8",
-      "--local_processes=3",
+      "config.mesh.virtual_devices=8 --local_processes=3"
     ),
-    "--local_processes=2 --process_id=1": ("--process_id",),
-    "--num_processes=2": ("--process_id", "--coordinator_address"),
-    f"--workdir={file}": (str(file), "cannot be written"),
+    "--local_processes=2 --process_id=1": "--process_id=1 --local_processes=2",
+    "--plan=v5e:2x2 --num_processes=2": "--num_processes=2 --plan=v5e:2x2",
+    f"--workdir={tmp_path}/file": f"{tmp_path}/file cannot be written",
   }
   with forked_programs.Programs() as programs:
-
-    def start(*arguments):
-      return programs.start(tmp_path, *arguments)
-
+    start = functools.partial(programs.start, tmp_path)
     usage, fields, names = map(start, ("--help", "--help=config", "--list"))
     failed = {
-      facts: start(
-        "--config=digits", f"--workdir={tmp_path}/w", *arguments.split()
-      )
+      facts: start("--config=digits", "--workdir=w", *arguments.split())
       for arguments, facts in mistakes.items()
     }
     # absl exits with 1 after --help.
@@ -50,7 +49,7 @@ def test_help_and_mistakes(tmp_path):
     assert "lm_text_fsdp" in names.end()
     for facts, program in failed.items():
       output = program.end(code=1)
-      for fact in ("flaxshard: ", *facts):
+      for fact in ("flaxshard: ", *facts.split()):
         assert fact in output, output
       assert "Traceback" not in output
       assert len(output.splitlines()) <= 4
@@ -101,7 +100,7 @@ def test_virtual_devices_and_signals(tmp_path):
       *("--config.num_train_steps=100000", "--config.log_every_steps=2"),
     )
     has_row = lambda: workdir.exists() and bool(tiny.rows(workdir))
-    forked_programs.wait_until(has_row, "row", program)
+    wait_until(has_row, "row", program)
     program.send(signal.SIGTERM)
     for _ in range(20):  # an impatient user
       time.sleep(0.1)
@@ -111,3 +110,47 @@ def test_virtual_devices_and_signals(tmp_path):
   assert "8 of 8 cpu devices, Strategy(replica=4, m0=2)" in log
   step = int(re.search(r"SIGTERM: saved step (\d+)", log)[1])
   assert str(step) in os.listdir(workdir / "checkpoints")
+
+
+# Each step is saved, so that the kill interrupts a save.
+_ARGUMENTS = (
+  "--config=digits",
+  "--config.model={'name': 'cnn', 'features': (), 'dense': 8}",
+  "--config.batch_size=16",
+  "--config.num_train_steps=8",
+  "--config.log_every_steps=1",
+  "--config.checkpoint_every_steps=1",
+  "--config.max_to_keep=3",
+  "--config.schedule=constant",
+  "--config.writer=none",
+)
+
+
+def saved_steps(workdir) -> list[int]:
+  path = workdir / "checkpoints"
+  names = os.listdir(path) if path.exists() else []
+  return sorted(int(name) for name in names if name.isdecimal())
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
+  killed = tmp_path / "killed"
+  with forked_programs.Programs() as programs:
+
+    def start(name):
+      return programs.start(tmp_path, *_ARGUMENTS, f"--workdir={name}")
+
+    program = start("killed")
+    reached = lambda: max(saved_steps(killed), default=0) >= 3
+    wait_until(reached, "step 3", program)
+    program.kill()
+    # The newest three are kept; an older one may be half deleted.
+    for step in saved_steps(killed)[-3:]:
+      assert step_files.verify(str(killed / "checkpoints" / str(step)))
+    for program in (start("whole"), start("killed")):
+      program.end()
+  states = (fs.load(tmp_path / name).state for name in ("killed", "whole"))
+  assert_trees_equal(*map(jax.tree.leaves, states))
+  assert tiny.untimed_rows(killed) == tiny.untimed_rows(tmp_path / "whole")
+  rows = tiny.rows(tmp_path / "whole")
+  assert [row["step"] for row in rows] == list(range(1, 9))
