@@ -9,10 +9,9 @@ import time
 
 import bucket_servers
 from etils import epath
-import jax
-import numpy as np
 import pytest
 import tiny
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard import train
@@ -34,56 +33,20 @@ _CONFIG = dict(
   precision="float32",
 )
 
-# Trains in this process, or in each of two.
 _TRAIN = """
 import json, sys
-import numpy as np
-import jax
-workdir, output, tests, config = sys.argv[-4:]
+tests, workdir, config = sys.argv[1:]
 sys.path.insert(0, tests)
 import tiny
 from flaxshard import train
 
-state = train.train_and_evaluate(tiny.config(**json.loads(config)), workdir)
-if jax.process_index() == 0:
-  np.savez(output, *map(np.asarray, jax.tree.leaves(state.params)))
+train.train_and_evaluate(tiny.config(**json.loads(config)), workdir)
 """
 
 
-@pytest.fixture
-def folder(request):
-  """A folder of its own for each test."""
-  return f"gs://{bucket_servers.BUCKET}/{request.node.name}"
-
-
-def _arguments(workdir, output):
-  return [str(workdir), str(output), str(_TESTS), json.dumps(_CONFIG)]
-
-
 def _train(workdir):
-  """Returns the final parameters of a run in this process."""
-  state = train.train_and_evaluate(tiny.config(**_CONFIG), str(workdir))
-  return [np.asarray(x) for x in jax.tree.leaves(state.params)]
-
-
-def _rows(path):
-  rows = [
-    json.loads(line) for line in epath.Path(path).read_text().splitlines()
-  ]
-  return [{k: v for k, v in r.items() if k != "steps_per_second"} for r in rows]
-
-
-@pytest.fixture(scope="module")
-def local_run(tmp_path_factory):
-  """The final parameters and the rows of a run on the disk."""
-  workdir = tmp_path_factory.mktemp("local")
-  return _train(workdir), _rows(workdir / "metrics.jsonl")
-
-
-def _assert_same_arrays(found, expected, **tolerance):
-  assert len(found) == len(expected) > 3
-  for x, y in zip(found, expected, strict=True):
-    np.testing.assert_allclose(x, y, **tolerance)
+  """Returns the final state of a run in this process."""
+  return train.train_and_evaluate(tiny.config(**_CONFIG), str(workdir))
 
 
 def _damage(step_dir):
@@ -100,11 +63,15 @@ def _names(folder):
 
 
 def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
-  folder, local_run, caplog, tmp_path, monkeypatch
+  caplog, tmp_path, monkeypatch
 ):
+  folder = f"gs://{bucket_servers.BUCKET}/killed"
+  local = tmp_path / "local"
+  local_state = _train(local)
   monkeypatch.setattr(report, "draw", _DRAW)
+  arguments = [str(_TESTS), folder, json.dumps(_CONFIG)]
   process = subprocess.Popen(
-    [sys.executable, "-c", _TRAIN, *_arguments(folder, "none.npz")],
+    [sys.executable, "-c", _TRAIN, *arguments],
     env=bucket_servers.child_environment(),
     stdout=subprocess.DEVNULL,
     stderr=subprocess.PIPE,
@@ -117,8 +84,7 @@ def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
     time.sleep(0.05)
   process.send_signal(signal.SIGKILL)
   process.communicate()
-  rows = _rows(f"{folder}/metrics.jsonl")
-  assert [row["step"] for row in rows][:4] == [1, 2, 3, 4]
+  assert [row["step"] for row in tiny.rows(folder)][:4] == [1, 2, 3, 4]
 
   newest = max(steps.find(f"{folder}/checkpoints"))
   path = _damage(f"{folder}/checkpoints/{newest}")
@@ -128,8 +94,8 @@ def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
 
   found = _train(folder)
   assert f"{path} has" in caplog.text
-  _assert_same_arrays(found, local_run[0], rtol=0)
-  assert _rows(f"{folder}/metrics.jsonl") == local_run[1]
+  assert_trees_equal(found.params, local_state.params)
+  assert tiny.untimed_rows(folder) == tiny.untimed_rows(local)
   names = _names(folder)
   assert {"config.json", "data.json", "training.png"} < set(names)
   assert [n.partition(".out.")[0] for n in names].count("events") == 2

@@ -144,10 +144,10 @@ _SMALL = {
   "precision": "float32",
   "writer": "none",
 }
-_SMALL_CNN = {"model.features": (4,), "model.dense": 8}
 _SMALL_CONFIGS = {
   "digits": {
-    **_SMALL_CNN,
+    "model.features": (4,),
+    "model.dense": 8,
     "accumulate_steps": 2,
     "freeze": ("^head/bias",),
     "learning_rates": (("^dense/", 2.0),),
@@ -155,8 +155,6 @@ _SMALL_CONFIGS = {
     "mesh.rules": ({"name": "fsdp", "min_size": 0},),
     "wrappers": (("loss_scale", {"scale": "dynamic"}), ("ema", {})),
   },
-  # Commits at step 10.
-  "digits_agn": {**_SMALL_CNN, "schedule": {"name": "constant"}},
   "lm_text_fsdp": {
     "num_train_steps": 6,
     "eval_every_steps": 6,
@@ -177,11 +175,8 @@ _SMALL_CONFIGS = {
 def small_config(name):
   """Returns a config of `configs/` with fewer steps and a smaller model."""
   config = importlib.import_module(f"configs.{name}").get_config()
-  overrides = {**_SMALL, **_SMALL_CONFIGS[name]}
-  if "schedule" in overrides:
-    del overrides["schedule.warmup_steps"]
   with config.ignore_type():
-    config.update_from_flattened_dict(overrides)
+    config.update_from_flattened_dict({**_SMALL, **_SMALL_CONFIGS[name]})
   return config
 
 
