@@ -60,9 +60,6 @@ def test_load_calls_a_custom_factory(factories):
   assert (len(loaded.train), len(loaded.eval)) == (3, 2)
   assert loaded.num_classes == 3
   assert config == {"name": "my_factories:fixed", "size": 3}
-
-
-def test_a_factory_that_returns_no_splits_raises(factories):
   # core/registry_test.py has the other mistakes.
   with pytest.raises(TypeError, match=r"config\.data.*Splits.*list"):
     data.load({"name": "my_factories:a_list"})
