@@ -174,18 +174,10 @@ def digits() -> Splits:
   )
 
 
-def _text_shapes(length: int, eval_every: int, **others: Any) -> Shapes:
+def _text_shapes(length: int, **others: Any) -> Shapes:
   del others  # which files are read
-  length, _ = _check_text(length, eval_every)
   tokens = jax.ShapeDtypeStruct((length,), np.int32)
   return Shapes({"inputs": tokens, "labels": tokens}, num_classes=256)
-
-
-def _check_text(length: int, eval_every: int) -> tuple[int, int]:
-  return (
-    checks.integer("length", length, minimum=1),
-    checks.integer("eval_every", eval_every, minimum=2),
-  )
 
 
 @shapes_from(_text_shapes)
@@ -215,7 +207,8 @@ def text(
     >>> splits.train[0]["inputs"].shape, splits.num_classes
     ((16,), 256)
   """
-  length, eval_every = _check_text(length, eval_every)
+  length = checks.integer("length", length, minimum=1)
+  eval_every = checks.integer("eval_every", eval_every, minimum=2)
   root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
   if not root.is_dir():
     raise ValueError(f"path={path!r} is not a folder.")

@@ -88,7 +88,6 @@ def open_report(
   if jax.process_index():
     yield lambda step, row, flush=False: None
     return
-  flush_each = not files.is_bucket(workdir)
   with contextlib.ExitStack() as stack:
     stack.callback(draw, config, workdir)
     writers: list[Any] = [metrics_lib.MetricsFile(workdir, first_step)]
@@ -103,7 +102,7 @@ def open_report(
     def write_row(step: int, row: metrics_lib.Row, flush: bool = False) -> None:
       for writer in writers:
         writer.write(step, row)
-        if flush or flush_each:
+        if flush or not files.is_bucket(workdir):
           writer.flush()
       for line in metrics_lib.format_row(step, row):
         _log.info("%s", line)
@@ -126,7 +125,6 @@ class _Events:
 
   def __init__(self, workdir: str, first_step: int):
     from tensorboardX import event_file_writer
-    from tensorboardX.proto import event_pb2
 
     # EventsWriter has no thread, unlike SummaryWriter. On a full disk that
     # thread dies, and the next write waits for it forever.
@@ -135,21 +133,18 @@ class _Events:
     self.flush, self.close = writer.flush, writer.close
     if first_step:
       # TensorBoard drops events at or after the step of a START event.
-      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-      self._write(first_step + 1, session_log=start)
+      self._write(first_step + 1, session_log={"status": "START"})
 
   def write(self, step: int, row: metrics_lib.Row) -> None:
     """Writes a row of metrics."""
-    from tensorboardX.proto import summary_pb2
-
-    summary = summary_pb2.Summary()
+    values = []
     for name, value in row.items():
       if value is not None:
         # TensorBoard groups by the prefix.
         split, _, metric = name.partition("_")
         tag = f"{metric}/{split}" if split in ("train", "eval") else name
-        summary.value.add(tag=tag, simple_value=value)
-    self._write(step, summary=summary)
+        values.append({"tag": tag, "simple_value": value})
+    self._write(step, summary={"value": values})
 
   def _write(self, step: int, **content: Any) -> None:
     from tensorboardX.proto import event_pb2
