@@ -81,8 +81,8 @@ from flaxshard.train import command_line
 from flaxshard.train import commits
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
+from flaxshard.train import devices
 from flaxshard.train import loop
-from flaxshard.train import ranks
 
 FLAGS = flags.FLAGS
 
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> None:
       return
     # Once, before several processes find the same mistake.
     config = config_lib.check(FLAGS.config)
-    is_worker = ranks.store_agn(config) is not None
+    is_worker = devices.store_agn(config) is not None
     if FLAGS.plan is not None:
       _print_plan(config, is_worker)
     elif FLAGS.local_processes:
@@ -203,7 +203,7 @@ def _print_plan(config: Any, is_worker: bool) -> None:
   if is_worker:
     # The plan is that of one of so many workers.
     refused.remove("num_processes")
-    config = ranks.config_of_worker(config, FLAGS.num_processes or 1)
+    config = devices.config_of_worker(config, FLAGS.num_processes or 1)
   _refuse(
     refused,
     f"cannot be used with --plan={FLAGS.plan}: a plan runs in one process.",

@@ -31,9 +31,9 @@ from flaxshard.core import files
 from flaxshard.processes import initialize
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
+from flaxshard.train import devices
 from flaxshard.train import loop
 from flaxshard.train import metrics as metrics_lib
-from flaxshard.train import ranks
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def fit(
       f"{scaling_config.num_workers!r}. Without Ray's workers, call "
       "flaxshard.train.train_and_evaluate."
     )
-  if ranks.store_agn(config) is not None:
+  if devices.store_agn(config) is not None:
     return _fit_actors(
       config, workdir, scaling_config, run_config or ray_train.RunConfig()
     )
@@ -162,7 +162,7 @@ def _fit_actors(
       "scaling_config: the workers of AGN need one number of workers and no "
       f"use_tpu, got num_workers={count!r}, use_tpu={scaling_config.use_tpu}."
     )
-  ranks.config_of_worker(config, count)
+  devices.config_of_worker(config, count)
   resources = scaling_config.additional_resources_per_worker
   max_failures = run_config.failure_config.max_failures
   labels = scaling_config.label_selector
@@ -238,7 +238,7 @@ class _Worker:
         # Ray starts another process: the devices may be unusable in this one.
         _log.exception("worker %d: an error of JAX", self.worker_id)
         raise SystemExit(1) from e
-    folder = ranks.folder_of_worker(self.workdir, self.worker_id)
+    folder = devices.folder_of_worker(self.workdir, self.worker_id)
     return metrics_lib.read_last_values(folder)
 
 

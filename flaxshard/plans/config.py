@@ -20,7 +20,6 @@ from flaxshard.plans import step as step_lib
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
-from flaxshard.train import ranks
 from flaxshard.train import setup as setup_lib
 
 _log = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   State, step and shardings are those of a run. The data is not read, except for
   one example of a factory without `data.shapes_from`. With
   `AGN(transport="store")` it is the step of one worker; see
-  `ranks.config_of_worker`.
+  `devices.config_of_worker`.
 
   Args:
     config: An `ml_collections.ConfigDict` or a dict; see docs/config.md.
@@ -54,7 +53,7 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   step = step_lib.compile_step(setup.trace(), setup.arguments, setup_lib.BATCH)
   plan = plan_lib.plan_step(step, topology)
   rules = rules_lib.from_config(config.mesh.rules)
-  worker = () if ranks.store_agn(config) is None else (_WORKER,)
+  worker = () if devices.store_agn(config) is None else (_WORKER,)
   return dataclasses.replace(
     plan,
     notes=(*plan.notes, *worker),

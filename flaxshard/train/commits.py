@@ -19,12 +19,11 @@ from flaxshard.core import registry
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
+from flaxshard.train import devices
 from flaxshard.train import load
 from flaxshard.train import metrics
 from flaxshard.train import preemption
-from flaxshard.train import ranks
 from flaxshard.train import report
-from flaxshard.train import resume
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 
@@ -138,7 +137,7 @@ class Commits:
       except ValueError as e:
         _log.warning("the final center is in the store only: %s", e)
         return
-      saver = stack.enter_context(resume.open_checkpointer(config, root))
+      saver = stack.enter_context(load.open_checkpointer(config, root))
       latest = saver.latest_step()
       if latest is not None and latest >= step:
         return
@@ -193,7 +192,7 @@ def open_commits(
     stop_request: The signals of this process: after one, nothing is waited for.
     train_iter: The training batches.
   """
-  if ranks.store_agn(setup.config) is None:
+  if devices.store_agn(setup.config) is None:
     yield Commits(setup, workdir, train_iter)
     return
   # Imported here: other runs do not need it.

@@ -19,7 +19,7 @@ from flaxshard.core import multihost
 from flaxshard.processes import failures
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.tasks import load
+from flaxshard.tasks import load as tasks_load
 from flaxshard.train import commits as commits_lib
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
@@ -27,10 +27,9 @@ from flaxshard.train import devices
 from flaxshard.train import endings
 from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import hooks as hooks_lib
+from flaxshard.train import load
 from flaxshard.train import preemption
-from flaxshard.train import ranks
 from flaxshard.train import report
-from flaxshard.train import resume
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
@@ -102,15 +101,15 @@ def train_and_evaluate(
     console.show_warnings_once(),
     failures.share(),
   ):
-    config = config_lib.check(load.record(config, task))
+    config = config_lib.check(tasks_load.record(config, task))
     workdir = files.absolute(workdir)
-    rank = ranks.find(config, worker_id, num_workers, start_timeout)
+    rank = devices.find_rank(config, worker_id, num_workers, start_timeout)
     if multihost.is_process_known():
       same_run.check_config(config)
     # First, because it can set the number of virtual devices: from here on JAX
     # has started.
     strategy = devices.create_strategy(
-      ranks.config_of_worker(config, rank.num_workers)
+      devices.config_of_worker(config, rank.num_workers)
     )
     if not multihost.is_process_known():
       same_run.check_config(config)
@@ -128,13 +127,13 @@ def train_and_evaluate(
 def _run(
   config: Any,
   root: str,
-  rank: ranks.Rank,
+  rank: devices.Rank,
   strategy: Strategy,
   task: Any,
   hooks: Sequence[hooks_lib.Hook],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
-  workdir = ranks.folder_of_worker(root, rank.worker_id)
+  workdir = devices.folder_of_worker(root, rank.worker_id)
   with multihost.raise_on_all_processes(ValueError):
     files.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)
@@ -155,14 +154,12 @@ def _run(
     # From here on a signal ends the run with a checkpoint.
     stop_request = stack.enter_context(preemption.catch_signals())
     batches = stack.enter_context(setup.open_train_batches())
-    checkpointer = stack.enter_context(
-      resume.open_checkpointer(config, workdir)
-    )
+    checkpointer = stack.enter_context(load.open_checkpointer(config, workdir))
     # Left first: others need not wait for this worker's last checkpoint.
     commits = stack.enter_context(
       commits_lib.open_commits(setup, root, stop_request, batches)
     )
-    state, first_step = resume.restore_or_create(
+    state, first_step = load.restore_or_create(
       setup, workdir, checkpointer, batches
     )
     stopping = endings.replay(config.early_stopping, workdir, first_step)

@@ -31,7 +31,7 @@ from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
 from flaxshard.train import rollouts
 from flaxshard.train import steps
-from flaxshard.train.ranks import Rank
+from flaxshard.train.devices import Rank
 
 _ALONE = Rank()
 

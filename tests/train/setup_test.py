@@ -14,9 +14,8 @@ from flaxshard import data
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import evaluation
-from flaxshard.train import ranks
 from flaxshard.train import setup as setup_lib
-from flaxshard.train.ranks import Rank
+from flaxshard.train.devices import Rank
 
 P = jax.sharding.PartitionSpec
 
@@ -139,18 +138,18 @@ def test_a_spatial_split_exchanges_borders_only():
 def test_rank_is_found_in_the_environment():
   environ = {"RANK": "2", "WORLD_SIZE": "4"}
   config = check(wrappers=STORE)
-  assert ranks.find(config, environ=environ) == Rank(2, 4)
-  rank = ranks.find(config, 1, 3, start_timeout=5, environ=environ)
+  assert devices.find_rank(config, environ=environ) == Rank(2, 4)
+  rank = devices.find_rank(config, 1, 3, start_timeout=5, environ=environ)
   assert rank == Rank(1, 3, 5.0)
   # Without AGN in a store, the variables are for JAX.
-  assert ranks.find(check(wrappers=()), environ=environ) == Rank()
+  assert devices.find_rank(check(wrappers=()), environ=environ) == Rank()
   for given, words in (
     ({"worker_id": 4, "num_workers": 4}, "process_id=4 .* num_processes=4"),
     ({"worker_id": 1}, "num_processes"),
     ({"worker_id": 0, "num_workers": 0}, "num_processes"),
   ):
     with pytest.raises(ValueError, match=words):
-      ranks.find(config, **given, environ={})
+      devices.find_rank(config, **given, environ={})
 
 
 def test_workers_read_the_rows_of_their_replicas():
@@ -159,7 +158,7 @@ def test_workers_read_the_rows_of_their_replicas():
   with setup.open_train_batches() as batches:
     wanted = [next(batches)["labels"].tolist() for _ in range(2)]
   shared = check(**fields, wrappers=STORE)
-  strategy = devices.create_strategy(ranks.config_of_worker(shared, 2))
+  strategy = devices.create_strategy(devices.config_of_worker(shared, 2))
   assert strategy.num_replicas_in_sync == 2
   for worker_id in range(2):
     setup = setup_lib.Setup(shared, strategy, rank=Rank(worker_id, 2))
@@ -280,4 +279,4 @@ def test_invalid_configs_raise_with_the_field(fields, facts):
 def test_a_share_of_a_worker_that_is_no_integer_raises(fields, words):
   config = check(wrappers=STORE, **fields)
   with pytest.raises(ValueError, match=words):
-    devices.create_strategy(ranks.config_of_worker(config, 4))
+    devices.create_strategy(devices.config_of_worker(config, 4))
