@@ -25,6 +25,11 @@ PyTree = Any
 Function = Callable[..., PyTree]
 
 
+def waits(mesh: jax.sharding.Mesh) -> bool:
+  """Returns whether a call blocks until it is done; see `Strategy.waits`."""
+  return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
 class _LastCall(NamedTuple):
   """The last call with arguments of one structure.
 
@@ -46,7 +51,6 @@ class CompiledForms:
   Attributes:
     mesh: The strategy's mesh.
     donate_argnums: The positions of arguments that may be overwritten.
-    wait: Whether a call blocks until the results are computed.
     reductions: Of a function for `Strategy.run_steps`: how the outputs of the
       last step are reduced; else None.
     get_function: Returns the function, when a program is traced. It is a weak
@@ -55,7 +59,6 @@ class CompiledForms:
 
   mesh: jax.sharding.Mesh
   donate_argnums: tuple[int, ...]
-  wait: bool
   reductions: program_lib.Reductions | None
   get_function: Callable[[], Function | None]
 
@@ -105,7 +108,7 @@ class CompiledForms:
     out = last.jitted(*placed)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
-    return jax.block_until_ready(out) if self.wait else out
+    return jax.block_until_ready(out) if waits(self.mesh) else out
 
   def trace(self, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
@@ -181,7 +184,6 @@ def compiled_forms(
   fn: Function,
   mesh: jax.sharding.Mesh,
   donate_argnums: tuple[int, ...] = (),
-  wait: bool = False,
   reductions: program_lib.Reductions | None = None,
 ) -> CompiledForms:
   """Returns the compiled forms of a function, which are dropped with it.
@@ -195,7 +197,6 @@ def compiled_forms(
     fn: The function.
     mesh: See `CompiledForms`.
     donate_argnums: See there.
-    wait: See there.
     reductions: See there.
   """
   owner: Any = fn
@@ -208,7 +209,7 @@ def compiled_forms(
     _forms[key] = {}
     # The number of a dead object may be given to a new one.
     weakref.finalize(owner, _forms.pop, key, None).atexit = False
-  options = mesh, donate_argnums, wait, reductions
+  options = mesh, donate_argnums, reductions
   if options not in _forms[key]:
     _forms[key][options] = CompiledForms(*options, reference(fn))
   return _forms[key][options]

@@ -114,8 +114,7 @@ class Strategy:
     XLA's CPU runtime deadlocks when many steps on several virtual devices are
     in flight (JAX 0.10.2). A loop around `jax.jit` should block too.
     """
-    devices = self.mesh.devices
-    return devices.size > 1 and devices.flat[0].platform == "cpu"
+    return calls.waits(self.mesh)
 
   def run(
     self,
@@ -180,7 +179,7 @@ class Strategy:
         "run: args must be a tuple of arguments, such as args=(state, batch), "
         f"got {checks.describe(args)}."
       )
-    forms = calls.compiled_forms(fn, self.mesh, wait=self.waits)
+    forms = calls.compiled_forms(fn, self.mesh)
     return forms.call(tuple(args), dict(kwargs or {}))
 
   def jit(
@@ -211,7 +210,6 @@ class Strategy:
       fn,
       mesh=self.mesh,
       donate_argnums=tuple(donate_argnums),
-      wait=self.waits,
     )
 
   def run_steps(
@@ -293,7 +291,6 @@ class Strategy:
       lambda state, batches: ((state, batches), {}),
       mesh=self.mesh,
       donate_argnums=(0,) if donate_state else (),
-      wait=self.waits,
       reductions=(structure, tuple(ops)),
     )
 
