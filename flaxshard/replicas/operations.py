@@ -176,8 +176,7 @@ def _reduce(mesh: Any, reduce_op: str, axes: Any, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _concatenate(mesh: Any, axis: int, x: jax.Array) -> jax.Array:
-  # With Explicit axes JAX refuses to iterate over a sharded axis.
-  rows = list(mesh_lib.constrain(x, _whole(mesh)))
+  rows = mesh_lib.constrain(x, _whole(mesh))
   return mesh_lib.constrain(jnp.concatenate(rows, axis), _whole(mesh))
 
 

@@ -49,7 +49,13 @@ def reduce(
     The rows of all these replicas, without equal numbers.
   """
   if gather_is_smaller(slices, count):
-    total = _sum_gathered(slices, groups)
+    values = _gather(checkpoint_name(slices.values, SUMMED), groups)
+    total = IndexedSlices(
+      _gather(slices.indices, groups),
+      # Cast only now: float16 rows travel as they are.
+      values.astype(gradients.accumulator_dtype(slices.dtype)),
+      slices.dense_shape,
+    ).deduplicated()
   else:
     total = _sum_dense(slices, groups)
   if op == "mean":
@@ -109,17 +115,6 @@ def _gather_dimension(x: jax.Array, mesh: Any) -> jax.Array:
     # XLA may name the collective after the operation before it.
     x = jax.lax.optimization_barrier(x)
     return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _sum_gathered(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
-  """Returns the sum, by gathering row numbers and rows."""
-  values = _gather(checkpoint_name(slices.values, SUMMED), groups)
-  return IndexedSlices(
-    _gather(slices.indices, groups),
-    # Cast only now: float16 rows travel as they are.
-    values.astype(gradients.accumulator_dtype(slices.dtype)),
-    slices.dense_shape,
-  ).deduplicated()
 
 
 def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:

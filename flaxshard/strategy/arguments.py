@@ -9,7 +9,7 @@ its own wrapper states and collections.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -113,89 +113,6 @@ def refuse_modules(args: PyTree) -> None:
         "compute with a model that does not change, pass nnx.state(model) as "
         "the argument, and call nnx.merge in fn."
       )
-
-
-def check(
-  mesh: Mesh,
-  given: Sequence[Any],
-  leaves: Sequence[Leaf],
-  shardings: Sequence[NamedSharding],
-  *,
-  is_stacked: bool,
-) -> list[str]:
-  """Checks the arguments of a new program.
-
-  Args:
-    mesh: The strategy's mesh.
-    given: The leaves of the arguments, as they are passed to `run`.
-    leaves: What they are.
-    shardings: Their shardings on the mesh.
-    is_stacked: Whether the second argument has batches of several steps,
-      `[steps, ...]`.
-
-  Returns:
-    The arguments that look like batches, if no argument is split over the
-    replicas.
-
-  Raises:
-    ValueError: A wrapper does not fit the number of replicas; a leaf is split
-      over replicas though the wrappers let replicas differ in it; or one batch
-      is given in place of several.
-  """
-  replicas = mesh.shape[mesh_lib.REPLICA]
-  # Why a state may not be split over the replicas, by its wrappers.
-  notes: dict[Any, str | None] = {None: None}
-  for wrappers in dict.fromkeys(x.wrappers for x in leaves if x.wrappers):
-    stack.check_replicas(wrappers, replicas)
-    local = "" if stack.has_local_updates(wrappers) else None
-    notes[wrappers] = stack.divergence(wrappers) or local
-  whole, is_split = [], False
-  for x, leaf, sharding in zip(given, leaves, shardings, strict=True):
-    over_replicas = mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
-    if leaf.kind == SHARED:
-      note = notes.get(leaf.wrappers)
-      if over_replicas and note is not None:
-        raise ValueError(
-          f"run: {leaf.argument} is split over 'replica', {sharding.spec}, "
-          "though its wrappers let replicas step alone: split it over logical "
-          f"axes. {note}"
-        )
-      continue
-    # What wrappers keep for each replica (AGN's local parameters) is no data.
-    is_split |= over_replicas and "wrapper_states" not in leaf.argument
-    if leaf.kind == OWN:
-      continue
-    if (
-      is_stacked
-      and leaf.path[1].idx == 1
-      and values.has_replica_axis(sharding.spec)
-    ):
-      # Its examples, split over the replicas, would be taken for steps.
-      raise ValueError(
-        f"run_steps: {leaf.argument} of shape {x.shape} is split over the "
-        "replicas along its first dimension, which is that of the steps. Pass "
-        "a list of batches, [batch], or arrays [steps, batch, ...] with the "
-        "sharding PartitionSpec(None, 'replica')."
-      )
-    # Nobody has said how to split what is not on a mesh. jax.jit(...).lower
-    # takes shapes without a sharding, which says nothing.
-    if (
-      isinstance(x, (np.ndarray, jax.Array))
-      and not isinstance(getattr(x, "sharding", None), NamedSharding)
-      and not _is_key(x)
-      # With fewer examples than replicas it is hardly a batch.
-      and x.shape[int(is_stacked) :][:1] >= (replicas,)
-    ):
-      whole.append(f"{leaf.argument} of shape {x.shape}")
-  return [] if is_split else whole
-
-
-def _is_key(x: Any) -> bool:
-  """Returns whether an input is a PRNG key, typed or raw."""
-  if trees.is_prng_key(x):
-    return True
-  raw = jax.eval_shape(jax.random.PRNGKey, 0)
-  return bool(x.dtype == raw.dtype and x.shape[-1:] == raw.shape)
 
 
 def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:

@@ -18,6 +18,7 @@ import jax
 
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
+from flaxshard.strategy import mistakes
 from flaxshard.strategy import program as program_lib
 from flaxshard.strategy.arguments import Leaf
 
@@ -146,7 +147,7 @@ class CompiledForms:
         leaves,
         shardings,
         self._function,
-        arguments.check(
+        mistakes.check_arguments(
           self.mesh,
           values,
           leaves,

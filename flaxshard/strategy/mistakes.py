@@ -1,4 +1,4 @@
-"""Mistakes in a step, which JAX would run without a complaint.
+"""Mistakes in arguments and in a step, which JAX would run without a complaint.
 
 A step is only reported if its program proves the mistake: the check of the
 traced program says of each value which replicas hold the same one, and marks it
@@ -10,17 +10,107 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from flaxshard.core import checks
 from flaxshard.core import trees
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas import values
 from flaxshard.strategy import arguments
 from flaxshard.strategy import same_state
 from flaxshard.wrappers import stack
 
+NamedSharding = jax.sharding.NamedSharding
 # The cause of a difference after which no primitive is to blame.
 _OWN = "a replica's own data"
 
 
-def check(
+def check_arguments(
+  mesh: jax.sharding.Mesh,
+  given: Sequence[Any],
+  leaves: Sequence[arguments.Leaf],
+  shardings: Sequence[NamedSharding],
+  *,
+  is_stacked: bool,
+) -> list[str]:
+  """Checks the arguments of a new program.
+
+  Args:
+    mesh: The strategy's mesh.
+    given: The leaves of the arguments, as they are passed to `run`.
+    leaves: What they are.
+    shardings: Their shardings on the mesh.
+    is_stacked: Whether the second argument has batches of several steps,
+      `[steps, ...]`.
+
+  Returns:
+    The arguments that look like batches, if no argument is split over the
+    replicas.
+
+  Raises:
+    ValueError: A wrapper does not fit the number of replicas; a leaf is split
+      over replicas though the wrappers let replicas differ in it; or one batch
+      is given in place of several.
+  """
+  replicas = mesh.shape[mesh_lib.REPLICA]
+  # Why a state may not be split over the replicas, by its wrappers.
+  notes: dict[Any, str | None] = {None: None}
+  for wrappers in dict.fromkeys(x.wrappers for x in leaves if x.wrappers):
+    stack.check_replicas(wrappers, replicas)
+    local = "" if stack.has_local_updates(wrappers) else None
+    notes[wrappers] = stack.divergence(wrappers) or local
+  whole, is_split = [], False
+  for x, leaf, sharding in zip(given, leaves, shardings, strict=True):
+    over_replicas = mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
+    if leaf.kind == arguments.SHARED:
+      note = notes.get(leaf.wrappers)
+      if over_replicas and note is not None:
+        raise ValueError(
+          f"run: {leaf.argument} is split over 'replica', {sharding.spec}, "
+          "though its wrappers let replicas step alone: split it over logical "
+          f"axes. {note}"
+        )
+      continue
+    # What wrappers keep for each replica (AGN's local parameters) is no data.
+    is_split |= over_replicas and "wrapper_states" not in leaf.argument
+    if leaf.kind == arguments.OWN:
+      continue
+    if (
+      is_stacked
+      and leaf.path[1].idx == 1
+      and values.has_replica_axis(sharding.spec)
+    ):
+      # Its examples, split over the replicas, would be taken for steps.
+      raise ValueError(
+        f"run_steps: {leaf.argument} of shape {x.shape} is split over the "
+        "replicas along its first dimension, which is that of the steps. Pass "
+        "a list of batches, [batch], or arrays [steps, batch, ...] with the "
+        "sharding PartitionSpec(None, 'replica')."
+      )
+    # Nobody has said how to split what is not on a mesh. jax.jit(...).lower
+    # takes shapes without a sharding, which says nothing.
+    if (
+      isinstance(x, (np.ndarray, jax.Array))
+      and not isinstance(getattr(x, "sharding", None), NamedSharding)
+      and not _is_key(x)
+      # With fewer examples than replicas it is hardly a batch.
+      and x.shape[int(is_stacked) :][:1] >= (replicas,)
+    ):
+      whole.append(f"{leaf.argument} of shape {x.shape}")
+  return [] if is_split else whole
+
+
+def _is_key(x: Any) -> bool:
+  """Returns whether an input is a PRNG key, typed or raw."""
+  if trees.is_prng_key(x):
+    return True
+  raw = jax.eval_shape(jax.random.PRNGKey, 0)
+  return bool(x.dtype == raw.dtype and x.shape[-1:] == raw.shape)
+
+
+def check_program(
   program: Any,
   num_replicas: int,
   leaves: Sequence[arguments.Leaf],
@@ -91,7 +181,7 @@ def _warn(
   Args:
     gradients: The facts of the gradients that `apply_gradients` reduces.
     outputs: The facts of the outputs that are not part of a TrainState.
-    batches: See `check`.
+    batches: See `check_program`.
     num_replicas: The number of replicas.
   """
   computed = gradients or outputs

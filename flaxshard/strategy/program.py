@@ -112,7 +112,7 @@ class ReplicaProgram:
     # Traced once, for the check and for the call.
     program = jax.jit(mapped, inline=True).trace(*parts).jaxpr
     treedef, kinds, order = returned
-    mistakes.check(
+    mistakes.check_program(
       program,
       replicas,
       self.leaves,
