@@ -415,7 +415,7 @@ def test_strategy_shards_parameters_and_slots():
     (
       lambda: gradients(lambda model, batch: model(batch["x"])),
       ValueError,
-      ["scalar", "(8, 1)"],
+      ["scalar", "float32[8,1]"],
     ),
     (lambda: apply(lambda grads: (1.0, grads)), ValueError, ["grads"]),
     (lambda: apply(lambda grads: {}), ValueError, ["grads", "bias"]),
