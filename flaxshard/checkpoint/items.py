@@ -185,7 +185,7 @@ def position_of(data: Any) -> dict[str, Any]:
     if isinstance(state, bytes):
       state = state.decode("latin-1")  # a character for each byte
     text = json.dumps(state)
-  if is_global(data):
+  if _is_global(data):
     multihost.check_agreement(
       {"the position of data, although position_is_global": text}
     )
@@ -193,8 +193,39 @@ def position_of(data: Any) -> dict[str, Any]:
   return {"positions": [json.loads(x) for x in multihost.exchange(text)]}
 
 
-def is_global(data: Any) -> bool:
-  """Returns whether the position in the data is the same in all processes."""
+def read_position(data: Any, step_dir: Any) -> Any:
+  """Returns the position in a step, for `data.set_state`.
+
+  Args:
+    data: The iterator; it is not changed.
+    step_dir: Path of the directory of the step.
+
+  Raises:
+    Damaged: The file is missing, or is not what was saved.
+    ValueError: The step has no position, or that of another number of
+      processes.
+  """
+  item_dir = step_dir / step_files.POSITION
+  if not item_dir.is_dir():
+    raise ValueError(
+      f"{step_dir} has no {step_files.POSITION}: the position of the data."
+    )
+  positions = step_files.read_json(item_dir / step_files.JSON).get(
+    "positions", ()
+  )
+  if len(positions) != (1 if _is_global(data) else jax.process_count()):
+    raise ValueError(
+      f"{item_dir} has the positions of {len(positions)} processes, and this "
+      f"program has {jax.process_count()}: only an iterator with "
+      "position_is_global = True saves one position, and restores it in any "
+      "number of processes."
+    )
+  position = positions[0 if _is_global(data) else jax.process_index()]
+  is_bytes = isinstance(data.get_state(), bytes)
+  return position.encode("latin-1") if is_bytes else position
+
+
+def _is_global(data: Any) -> bool:
   return bool(getattr(data, "position_is_global", False))
 
 

@@ -174,11 +174,12 @@ def init_from(
     name: _finish(x, axes[name], wanted[name])
     for name, x in reader.read(where, asked).items()
   }
+  used = {*sources.values()}
   report = InitReport(
     str(where),
     {name: "/".join(path) for name, path in sources.items()},
     tuple(name for name in wanted if name not in sources),
-    tuple("/".join(path) for path in saved if path not in sources.values()),
+    tuple("/".join(path) for path in saved if path not in used),
   )
   _log.info("%s", report)
   new: Any = jax.tree.unflatten(

@@ -83,38 +83,31 @@ def read(
   # Reading needs no other process.
   with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
     found = {read: read(asked) for read, asked in by_tree.items()}
-    placed = {
-      name: _place(leaf, found[leaf.read][leaf.key], asked)
+    return {
+      name: _place(where, leaf, found[leaf.read][leaf.key], asked)
       for name, (leaf, asked) in wanted.items()
     }
-    # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG
-    # key is known only once it is read.
-    names = {name: (leaf.tree, *leaf.key) for name, (leaf, _) in wanted.items()}
-    difference = trees.difference_by_path(
-      {names[name]: x for name, x in placed.items()},
-      {names[name]: asked for name, (_, asked) in wanted.items()},
-    )
-    if difference:
-      raise ValueError(f"{where} was not restored faithfully: {difference}.")
-  return placed
 
 
-def _place(leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
+def _place(where: Any, leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
   """Returns a leaf that was read as an array with the wanted sharding."""
-  if isinstance(x, jax.Array):
-    return x
-  if leaf.is_number:
+  path = (leaf.tree, *leaf.key)
+  if leaf.is_number and not isinstance(x, jax.Array):
     # astype wraps numbers around without an error.
-    number = np.asarray(x).astype(asked.dtype)
-    if number.item() != x:
-      raise ValueError(
-        f"{leaf.tree}: {'/'.join(leaf.key)}: {x} is not exact in {asked.dtype}."
-      )
-    x = number
-  # Each device gets only its part.
-  return jax.make_array_from_callback(
-    leaf.shape, asked.sharding, lambda index: x[index]
-  )
+    number, x = x, np.asarray(x).astype(asked.dtype)
+    if x.item() != number:
+      name = "/".join(path)
+      raise ValueError(f"{where}: {name}: {number} is not exact in {x.dtype}.")
+  if not isinstance(x, jax.Array):
+    # Each device gets only its part.
+    x = jax.make_array_from_callback(
+      leaf.shape, asked.sharding, lambda index: x[index]
+    )
+  # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG key
+  # is known only once it is read.
+  if difference := trees.difference_by_path({path: x}, {path: asked}):
+    raise ValueError(f"{where} was not restored faithfully: {difference}.")
+  return x
 
 
 def open_step(

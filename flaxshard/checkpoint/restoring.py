@@ -119,7 +119,7 @@ def restore_step(
   """
   saved = reader.open_step(where, plain_item)
   with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
-    position = None if data is None else _read_position(data, where)
+    position = None if data is None else items.read_position(data, where)
   restored: Any = {
     name: _Plan(where, reader.part(saved, name), part).restore()
     for name, part in items.by_name(state).items()
@@ -131,38 +131,6 @@ def restore_step(
       if hasattr(data, "start_prefetch"):
         data.start_prefetch()
   return restored if isinstance(state, Mapping) else restored[""]
-
-
-def _read_position(data: Any, step_dir: Any) -> Any:
-  """Returns the position in a step, for `data.set_state`.
-
-  Args:
-    data: The iterator; it is not changed.
-    step_dir: Path of the directory of the step.
-
-  Raises:
-    Damaged: The file is missing, or is not what was saved.
-    ValueError: The step has no position, or that of another number of
-      processes.
-  """
-  item_dir = step_dir / step_files.POSITION
-  if not item_dir.is_dir():
-    raise ValueError(
-      f"{step_dir} has no {step_files.POSITION}: the position of the data."
-    )
-  positions = step_files.read_json(item_dir / step_files.JSON).get(
-    "positions", ()
-  )
-  if len(positions) != (1 if items.is_global(data) else jax.process_count()):
-    raise ValueError(
-      f"{item_dir} has the positions of {len(positions)} processes, and this "
-      f"program has {jax.process_count()}: only an iterator with "
-      "position_is_global = True saves one position, and restores it in any "
-      "number of processes."
-    )
-  position = positions[0 if items.is_global(data) else jax.process_index()]
-  is_bytes = isinstance(data.get_state(), bytes)
-  return position.encode("latin-1") if is_bytes else position
 
 
 def check_same(where: Any, state: items.States) -> None:
