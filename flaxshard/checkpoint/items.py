@@ -210,9 +210,8 @@ def read_position(data: Any, step_dir: Any) -> Any:
     raise ValueError(
       f"{step_dir} has no {step_files.POSITION}: the position of the data."
     )
-  positions = step_files.read_json(item_dir / step_files.JSON).get(
-    "positions", ()
-  )
+  content = step_files.read_json(item_dir / step_files.JSON)
+  positions = content.get("positions", ())
   if len(positions) != (1 if _is_global(data) else jax.process_count()):
     raise ValueError(
       f"{item_dir} has the positions of {len(positions)} processes, and this "
