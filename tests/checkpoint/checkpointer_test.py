@@ -8,7 +8,6 @@ import checkpoint_states as states
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import v1 as ocp_v1
 import plain_states
@@ -188,48 +187,6 @@ def test_states_by_name(tmp_path):
     with pytest.raises(error) as e:
       fs.checkpoint.restore(tmp_path, wanted)
     assert all(fact in str(e.value) for fact in facts), str(e.value)
-
-
-# Rows of tables, within a period of Accumulate.
-
-DENSE = optax.sgd(0.1)
-ROWS = fs.sparse_rows(DENSE, ["table"])
-IDS = np.array([[0, 3, 3, 5], [1, 3, 0, 0], [7, 3, 9, 0]], np.int32)
-
-
-@pytest.mark.slow
-def test_runs_with_and_without_rows_continue_each_other(tmp_path):
-  strategy = fs.Strategy(devices=jax.devices()[:2])
-  run = strategy.jit(
-    lambda state, ids: state.minimize(
-      lambda p: (p["table"][ids] @ p["w"]).mean()
-    )
-  )
-  params = {"table": np.ones((12, 2), np.float32), "w": np.ones(2, np.float32)}
-  create = lambda tx: fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=tx,
-    wrappers=[fs.Accumulate(3)],
-    strategy=strategy,
-  )
-
-  def train(state, batches):
-    for ids in batches:
-      state, _ = run(state, strategy.shard_batch(ids))
-    return state
-
-  expected = train(create(DENSE), IDS)
-  for i, (first, then) in enumerate(
-    ((DENSE, ROWS), (ROWS, DENSE), (ROWS, ROWS))
-  ):
-    states.write_ours(tmp_path / str(i), train(create(first), IDS[:2]))
-    restored = fs.checkpoint.restore(tmp_path / str(i), create(then))
-    jax.tree.map(
-      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7),
-      train(restored, IDS[2:]).params,
-      expected.params,
-    )
 
 
 # Managers of Orbax.
