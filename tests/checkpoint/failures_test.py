@@ -32,9 +32,9 @@ def path(tmp_path):
   return tmp_path / "checkpoints"
 
 
-def assert_holds(path, value, step=None, size=3):
-  """Asserts that a step has the state `create(value, size)`."""
-  restored = fs.checkpoint.restore(path, create(0.0, size), step)
+def assert_holds(path, value, size=3):
+  """Asserts that the newest step has the state `create(value, size)`."""
+  restored = fs.checkpoint.restore(path, create(0.0, size))
   wanted = create(value, size).params["w"]
   np.testing.assert_array_equal(restored.params["w"], wanted)
 
