@@ -34,11 +34,10 @@ _UNCHANGED = frozenset(
   "copy copy_p name reshape sharding_constraint squeeze transpose".split()
 )
 # These move or cast numbers, without computing any.
-_MOVES = frozenset(
-  "broadcast_in_dim concatenate convert_element_type copy copy_p "
-  "device_put dynamic_slice dynamic_update_slice gather iota "
-  "optimization_barrier pad reshape rev select_n sharding_constraint slice "
-  "split squeeze stop_gradient transpose".split()
+_MOVES = _UNCHANGED | frozenset(
+  "broadcast_in_dim concatenate convert_element_type device_put "
+  "dynamic_slice dynamic_update_slice gather iota optimization_barrier pad "
+  "rev select_n slice split stop_gradient".split()
 )
 
 

@@ -79,7 +79,7 @@ def freeze(
   )
 
   def init(params: PyTree) -> PyTree:
-    check_used(argument, patterns, params)
+    patterns_lib.check_used(argument, patterns, trees.names(params))
     return inner.init(params)
 
   def update(
@@ -143,7 +143,7 @@ def scale_learning_rates(
   inner = optax.with_extra_args_support(tx)
 
   def init(params: PyTree) -> PyTree:
-    check_used(argument, patterns, params)
+    patterns_lib.check_used(argument, patterns, trees.names(params))
     return inner.init(params)
 
   def update(
@@ -322,10 +322,3 @@ def _mask(patterns: tuple[str, ...], params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(
     matches, params, is_leaf=indexed_slices.is_indexed_slices
   )
-
-
-def check_used(
-  argument: str, patterns: tuple[str, ...], params: PyTree
-) -> None:
-  """Raises unless each pattern is the first that matches some parameter."""
-  patterns_lib.check_used(argument, patterns, trees.names(params))

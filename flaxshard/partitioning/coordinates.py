@@ -27,20 +27,17 @@ def in_mesh(
     mesh_shape: Four lengths.
 
   Raises:
-    ValueError: The shape is wrong, there are no coordinates, or some are
-      outside of the mesh.
-    TypeError: An element is not an integer.
+    ArgumentTypeError: The shape is wrong, there are no coordinates, or an
+      element is not an integer.
+    ValueError: Coordinates are outside of the mesh.
   """
   array = np.asarray(value)
-  if array.ndim != ndim or array.shape[-1] != 4 or not array.size:
-    raise ValueError(
-      f"{argument} must have {ndim} dimensions, the last one of x, y, z and "
-      f"core, got shape {list(array.shape)}."
-    )
+  has_shape = array.ndim == ndim and array.shape[-1] == 4 and array.size
   # Signed or unsigned integers; booleans and floats are other kinds.
-  if array.dtype.kind not in "iu":
+  if not has_shape or array.dtype.kind not in "iu":
     raise checks.ArgumentTypeError(
-      f"{argument} must be integers, got {value!r}."
+      f"{argument} must be integers in {ndim} dimensions, the last of x, y, "
+      f"z and core, got {array.dtype}{list(array.shape)}."
     )
   outside = (array < 0) | (array >= np.array(mesh_shape))
   condition = f"must be at least 0 and below the mesh's {list(mesh_shape)}"

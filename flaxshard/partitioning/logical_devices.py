@@ -99,7 +99,7 @@ def on_device(
     "logical_device_id",
     logical_device_id,
     minimum=0,
-    maximum=mesh_lib.num_logical_devices(mesh) - 1,
+    maximum=mesh.size // mesh.shape[mesh_lib.REPLICA] - 1,
   )
   if not _is_concrete(*jax.tree.leaves(args)):
     return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)

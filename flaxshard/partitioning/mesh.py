@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -99,11 +98,6 @@ def create(
 def logical_axes(mesh: Mesh) -> tuple[str, ...]:
   """Returns the names of the axes of a replica's logical devices."""
   return mesh.axis_names[1:]
-
-
-def num_logical_devices(mesh: Mesh) -> int:
-  """Returns the number of logical devices of a replica."""
-  return math.prod(mesh.shape[axis] for axis in logical_axes(mesh))
 
 
 def put(

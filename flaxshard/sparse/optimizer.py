@@ -356,7 +356,7 @@ def _find_tables(
   Raises:
     PatternError: A pattern matches no parameter, or one that is no table.
   """
-  parameter_groups.check_used(argument, patterns, params)
+  patterns_lib.check_used(argument, patterns, trees.names(params))
   frozen = parameter_groups.frozen_mask(tx, params)
   frozen_paths = {
     path

@@ -94,7 +94,7 @@ class Strategy:
   @property
   def num_logical_devices(self) -> int:
     """The number of logical devices of each replica."""
-    return mesh_lib.num_logical_devices(self.mesh)
+    return self.mesh.size // self.num_replicas_in_sync
 
   @property
   def num_hosts(self) -> int:
