@@ -5,7 +5,7 @@ A slot is an array that belongs to one parameter, such as Adam's first moment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import inspect
 from typing import Any
 
@@ -80,6 +80,24 @@ def parameters_of(opt_state: PyTree, params: PyTree) -> list[Path | None]:
   return [find_parameter(path) for path in paths]
 
 
+def map_leaves(
+  fn: Callable[..., Any], params: PyTree, opt_state: PyTree, *others: PyTree
+) -> PyTree:
+  """Maps a function over the leaves of an optimizer's states.
+
+  Args:
+    fn: Takes the path of the parameter that a leaf is a slot of, or None; and
+      the leaf of each state.
+    params: The parameters that the optimizer updates.
+    opt_state: The state.
+    *others: Further states with the same structure.
+  """
+  parameters = iter(parameters_of(opt_state, params))
+  return jax.tree.map(
+    lambda *leaves: fn(next(parameters), *leaves), opt_state, *others
+  )
+
+
 def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
   """Returns partition specs for an optimizer's state: slots follow parameters.
 
@@ -105,7 +123,7 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     for tree in (optimized, gradients.optimized_params(param_specs))
   )
 
-  def spec_of_leaf(leaf: Any, parameter: Path | None) -> P:
+  def spec_of_leaf(parameter: Path | None, leaf: Any) -> P:
     if parameter is None:
       return P()
     shape, spec = by_path[parameter].shape, specs_by_path[parameter]
@@ -116,10 +134,7 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
       return P(*(None,) * extra, *spec)
     return P()
 
-  leaves, treedef = jax.tree.flatten(opt_state)
-  parameters = parameters_of(opt_state, optimized)
-  new = map(spec_of_leaf, leaves, parameters)
-  return jax.tree.unflatten(treedef, new)
+  return map_leaves(spec_of_leaf, optimized, opt_state)
 
 
 def counts(opt_state: PyTree) -> dict[str, jax.Array]:

@@ -104,18 +104,14 @@ def keep(
   params = jax.tree.map(choose, is_kept, old_params, new_params)
   optimized = gradients.optimized_params
   kept = dict(jax.tree_util.tree_leaves_with_path(optimized(is_kept)))
-  # None: leaves such as step counts belong to no parameter.
-  parameters = opt_state_lib.parameters_of(old_state, optimized(old_params))
-  slots = [
-    n if parameter is None else choose(kept[parameter], o, n)
-    for parameter, o, n in zip(
-      parameters,
-      jax.tree.leaves(old_state),
-      jax.tree.leaves(new_state),
-      strict=True,
-    )
-  ]
-  return params, jax.tree.unflatten(jax.tree.structure(new_state), slots)
+  # Leaves such as step counts belong to no parameter.
+  slots = opt_state_lib.map_leaves(
+    lambda parameter, o, n: choose(kept.get(parameter, False), o, n),
+    optimized(old_params),
+    old_state,
+    new_state,
+  )
+  return params, slots
 
 
 def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
