@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from agn_problem import strategy_of
 import checkpoint_states as states
 import flax.linen as nn
 import jax
@@ -35,11 +36,6 @@ OUTER = fs.AGN(
   commit_delta=True,
   outer_tx=optax.sgd(0.7, momentum=0.9, nesterov=True),
 )
-
-
-@functools.cache
-def strategy_of(replicas):
-  return fs.Strategy(devices=jax.devices()[:replicas])
 
 
 @functools.cache
