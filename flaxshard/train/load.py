@@ -86,9 +86,7 @@ def restore_or_create(
     return _initialize(config.init_from, setup.create_state()), 0
   with multihost.raise_on_all_processes(ValueError):
     if jax.process_index() == 0:
-      same_run.check_earlier_run(
-        config, workdir, setup.num_train_examples, latest_step
-      )
+      same_run.check_earlier_run(setup, workdir, latest_step)
   # Into shapes and shardings: a state of arrays would need its memory twice.
   state = checkpointer.restore(setup.abstract_state, data=batches)
   # Not always the latest step: a damaged one is passed over.

@@ -124,7 +124,7 @@ def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes:
 
 
 def check_earlier_run(
-  config: Any, workdir: str, num_train_examples: int | None, latest_step: int
+  setup: setup_lib.Setup, workdir: str, latest_step: int
 ) -> None:
   """Raises if a config cannot continue the last run of a workdir.
 
@@ -133,9 +133,8 @@ def check_earlier_run(
   config that changes in the middle of a run is warned of.
 
   Args:
-    config: A checked config.
+    setup: The setup of the config.
     workdir: The workdir, with the `config.json` of its last run.
-    num_train_examples: Number of training examples now.
     latest_step: The latest step that was saved.
 
   Raises:
@@ -143,7 +142,7 @@ def check_earlier_run(
       has changed, and `config.resume` is not "extend", or there is no step to
       add; or a file of the last run is broken.
   """
-  before, now = read_json(workdir, CONFIG_FILE), config_to_json(config)
+  before, now = read_json(workdir, CONFIG_FILE), config_to_json(setup.config)
   if before is None:
     _log.warning(
       "%s/%s is missing: not checked if the config fits", workdir, CONFIG_FILE
@@ -152,7 +151,7 @@ def check_earlier_run(
   fields = now.keys() - definition.FREE_FIELDS
   facts = {f"config.{name}": (before.get(name), now[name]) for name in fields}
   count = (read_json(workdir, DATA_FILE) or {}).get("num_train_examples")
-  facts["the number of training examples"] = count, num_train_examples
+  facts["the number of training examples"] = count, setup.num_train_examples
   changes = []
   for name in sorted(facts):
     # Another version had no such field; a stream has no number of examples.
@@ -175,7 +174,7 @@ def check_earlier_run(
     is_last = latest_step >= values.get("num_train_steps", math.inf)
     return is_last or stopping.stopped_step is not None
 
-  if is_finished(now) or (config.resume != "extend" and is_finished(before)):
+  if is_finished(now) or (now["resume"] != "extend" and is_finished(before)):
     raise ValueError(
       f"{workdir} has a finished run of {latest_step} steps, and the config "
       f"has changed: {listed}. Use another workdir, or train on with "

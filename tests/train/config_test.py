@@ -82,7 +82,10 @@ def test_given_values_are_kept(fields):
 
 def test_lists_and_numpy_numbers_are_plain_values():
   fields = dict(batch_size=np.int64(16), learning_rate=np.float32(0.5))
+  fields["model"] = {"name": "cnn", "policy": fs.Policy("mixed_float16")}
   checked = fs.config.check(make(**fields, hooks=["a:b"], freeze=["^head/"]))
+  # Arguments of other types stay.
+  assert checked.model.policy == fs.Policy("mixed_float16")
   kept = (checked.batch_size, checked.learning_rate)
   assert kept == (16, 0.5) and [type(x) for x in kept] == [int, float]
   assert (checked.hooks, checked.freeze) == (({"name": "a:b"},), ("^head/",))

@@ -1,6 +1,7 @@
 """A workdir of another config, or of other data."""
 
 import pathlib
+import types
 
 import pytest
 import tiny
@@ -23,8 +24,11 @@ def workdir(tmp_path):
 
 
 def check(workdir, latest_step, num_examples=128, **fields):
-  config = config_lib.check(make_config(**fields))
-  same_run.check_earlier_run(config, workdir, num_examples, latest_step)
+  setup = types.SimpleNamespace(
+    config=config_lib.check(make_config(**fields)),
+    num_train_examples=num_examples,
+  )
+  same_run.check_earlier_run(setup, workdir, latest_step)
 
 
 @pytest.mark.parametrize(

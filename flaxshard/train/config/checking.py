@@ -135,7 +135,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
   values = {path: operator.attrgetter(path)(model) for path in FIELDS}
   _check_names(values)
   _check_combinations(values)
-  checked = model.model_dump()
+  checked = model.to_dict()
   if ":" not in checked["optimizer"]["name"] + checked["schedule"]["name"]:
     optimizer.create(checked)
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.

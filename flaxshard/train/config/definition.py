@@ -35,6 +35,14 @@ class Group(pydantic.BaseModel):
     for name, meaning in re.findall(r"^  (\w+): (.+(?:\n    .+)*)", doc, re.M):
       cls.model_fields[name].description = " ".join(meaning.split())
 
+  def to_dict(self) -> dict[str, Any]:
+    """Returns dicts of the fields; their values, of any type, stay."""
+    # model_dump would turn the dataclasses among them into dicts.
+    return {
+      name: value.to_dict() if isinstance(value, Group) else value
+      for name, value in self
+    }
+
 
 class InitFrom(Group):
   """Parameters of a checkpoint to begin a run with.
