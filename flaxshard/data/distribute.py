@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -194,7 +195,8 @@ class DistributedDataset:
     self._iterable = iterable
     self._prefetch = checks.integer("prefetch", prefetch, minimum=0)
     self._joined = joined
-    self._padder = padding.Padder(mesh, **options)
+    self._create_padder = functools.partial(padding.Padder, mesh, **options)
+    self._create_padder()  # checks the options
     self._single_iterator: DistributedIterator | None = None
 
   def __iter__(self) -> DistributedIterator:
@@ -203,7 +205,7 @@ class DistributedDataset:
       return self._single_iterator
     source = iter(self._iterable)
     iterator = DistributedIterator(
-      source, self._padder, self._prefetch, self._joined
+      source, self._create_padder(), self._prefetch, self._joined
     )
     # Generators and Grain iterators return themselves: there is one epoch.
     if source is self._iterable:

@@ -33,7 +33,7 @@ class _Leaf:
 
 @dataclasses.dataclass(eq=False)
 class Padder:
-  """Pads the batches of one dataset and puts them on a mesh.
+  """Pads the batches of one iterator and puts them on a mesh.
 
   All batches must have the structure, dtypes and shapes of the first one, but
   for the number of rows and the dimensions that vary.

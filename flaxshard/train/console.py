@@ -22,20 +22,19 @@ def show_log(*, always: bool = False) -> Iterator[None]:
       not have.
   """
   log = logging.getLogger("flaxshard")
-  before = log.level, log.propagate, list(log.handlers)
-  if always or not _is_logging_configured():
-    handler = logging.StreamHandler(_stream())
-    form = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
-    handler.setFormatter(form)
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    # A handler of the root logger, such as absl's, would print each line again.
-    log.propagate = False
-  try:
+  with contextlib.ExitStack() as stack:
+    stack.callback(log.setLevel, log.level)
+    stack.callback(setattr, log, "propagate", log.propagate)
+    if always or not _is_logging_configured():
+      handler = logging.StreamHandler(_stream())
+      form = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+      handler.setFormatter(form)
+      log.addHandler(handler)
+      stack.callback(log.removeHandler, handler)
+      log.setLevel(logging.INFO)
+      # One of the root logger, such as absl's, would print each line again.
+      log.propagate = False
     yield
-  finally:
-    level, log.propagate, log.handlers = before
-    log.setLevel(level)
 
 
 def quiet_other_processes(worker_id: int = 0) -> None:
