@@ -156,7 +156,7 @@ def check(
   """
   if isinstance(ignore, str) or not all(isinstance(x, str) for x in ignore):
     raise TypeError(f"ignore must be a sequence of texts, got {ignore!r}.")
-  compiled = step_lib.compile_call(step, state, batch, args, donate_argnums)
+  compiled = step_lib.compile_call(step, (state, batch, *args), donate_argnums)
   found = check_step(compiled, rules, min_bytes, ignore)
   if raise_on_finding and found:
     raise ValueError(f"check: {len(found)} findings:\n{found}")

@@ -254,7 +254,7 @@ def plan(
     (40, 84, 128)
   """
   return plan_step(
-    step_lib.compile_call(step, state, batch, args, donate_argnums)
+    step_lib.compile_call(step, (state, batch, *args), donate_argnums)
   )
 
 

@@ -189,12 +189,10 @@ class Step:
 
 def compile_call(
   step: Callable[..., Any],
-  state: PyTree,
-  batch: PyTree,
-  args: Sequence[PyTree],
+  arguments: tuple[PyTree, ...],
   donate_argnums: int | Sequence[int] | None,
 ) -> Step:
-  """Compiles `step(state, batch, *args)`; see `fs.plan`.
+  """Compiles a call of a step; see `fs.plan`.
 
   Raises:
     TypeError: `step` is not a function, or an argument has leaves that are not
@@ -202,7 +200,6 @@ def compile_call(
     ValueError: `donate_argnums` is out of range, or given for a step that is
       jitted already.
   """
-  arguments = (state, batch, *args)
   jitted: Any = step
   if not callable(getattr(step, "trace", None)):
     donated = 0 if donate_argnums is None else donate_argnums

@@ -57,7 +57,15 @@ class AdaptedTask:
 
   def init_inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns `(args, kwargs)` of the model's call for a batch."""
-    result = (self._init_inputs or _default_inputs)(batch)
+    if self._init_inputs is not None:
+      result = self._init_inputs(batch)
+    elif "inputs" in batch:
+      result = (batch["inputs"],)
+    else:
+      raise ValueError(
+        "init_inputs(batch), which returns the arguments of the model's call, "
+        f"is missing, and the batch has no 'inputs' but {', '.join(batch)}."
+      )
     match result:
       case (tuple() as args, Mapping() as kwargs):
         return args, dict(kwargs)
@@ -111,7 +119,15 @@ class AdaptedTask:
       )
     loss, aux = result
     if train:
-      _warn_of_missing_collections(self.name, state, aux)
+      names = set(fields_lib.collections(state))
+      if isinstance(state.apply_fn, lora.Apply):
+        names.remove(lora.FROZEN)  # meant not to change
+      if missing := sorted(names - aux.collections.keys()):
+        checks.warn(
+          f"{self.name}.loss: Aux.collections lacks {', '.join(missing)}, "
+          "which then never change. Return what apply_fn returned: "
+          "Aux(metrics, collections)."
+        )
     return loss, aux
 
   def update_metrics(
@@ -220,15 +236,6 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
   return AdaptedTask(task)
 
 
-def _default_inputs(batch: Mapping[str, Any]) -> Any:
-  if "inputs" not in batch:
-    raise ValueError(
-      "init_inputs(batch), which returns the arguments of the model's call, is "
-      f"missing, and the batch has no 'inputs' but {', '.join(batch)}."
-    )
-  return (batch["inputs"],)
-
-
 def _check_metrics(name: str, metrics: Any) -> None:
   """Raises a TypeError unless metrics can be merged under `jax.jit`."""
   is_class = inspect.isclass(metrics)
@@ -254,17 +261,3 @@ def _check_metrics(name: str, metrics: Any) -> None:
 def _fields(metrics: type[clu_metrics.Collection]) -> dict[str, Any]:
   # Those of the class itself: clu does not read those of base classes.
   return vars(metrics).get("__annotations__", {})
-
-
-def _warn_of_missing_collections(
-  name: str, state: TrainState, aux: task_lib.Aux
-) -> None:
-  names = set(fields_lib.collections(state))
-  if isinstance(state.apply_fn, lora.Apply):
-    names.remove(lora.FROZEN)  # meant not to change
-  missing = sorted(names - aux.collections.keys())
-  if missing:
-    checks.warn(
-      f"{name}.loss: Aux.collections lacks {', '.join(missing)}, which then "
-      "never change. Return what apply_fn returned: Aux(metrics, collections)."
-    )

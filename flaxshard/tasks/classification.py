@@ -100,13 +100,23 @@ class Classification:
   def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
     """Stacks examples, and checks their labels."""
     batch = sources.stack(examples)
-    labels = batch.get("labels")
-    if labels is not None and "weights" in batch:
+    if "labels" not in batch:
+      raise ValueError("config.data: examples must have 'labels'.")
+    labels = np.asarray(batch["labels"])
+    if "weights" in batch:
       is_real = np.asarray(batch["weights"]) != 0
       labels = batch["labels"] = np.where(is_real, labels, 0)
+    if not np.issubdtype(labels.dtype, np.integer):
+      raise ValueError(
+        f"config.data: labels must be integers, got {labels.dtype}."
+      )
     # On the device, a label out of range gives a NaN or is taken for another
     # class.
-    _check_labels(labels, self._num_classes)
+    if labels.min() < 0 or labels.max() >= self._num_classes:
+      raise ValueError(
+        f"config.data: labels must lie in [0, {self._num_classes}), got "
+        f"{labels.min()} to {labels.max()}."
+      )
     return batch
 
 
@@ -160,22 +170,6 @@ def _compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
     ),
     "correct": (logits.argmax(-1) == labels).astype(jnp.float32),
   }
-
-
-def _check_labels(labels: Any, num_classes: int) -> None:
-  """Raises a ValueError unless labels are integers in `[0, num_classes)`."""
-  if labels is None:
-    raise ValueError("config.data: examples must have 'labels'.")
-  labels = np.asarray(labels)
-  if not np.issubdtype(labels.dtype, np.integer):
-    raise ValueError(
-      f"config.data: labels must be integers, got {labels.dtype}."
-    )
-  if labels.min() < 0 or labels.max() >= num_classes:
-    raise ValueError(
-      f"config.data: labels must lie in [0, {num_classes}), got "
-      f"{labels.min()} to {labels.max()}."
-    )
 
 
 def _sums_to_one(logits: jax.Array) -> jax.Array:
