@@ -20,6 +20,7 @@ from flaxshard import tasks
 from flaxshard import train
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
+from flaxshard.state import replica_groups
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
@@ -335,9 +336,14 @@ ZEROS = {"inputs": np.zeros((8, 2)), "target": np.zeros(8)}
     ([], "after 0 steps.* None"),
   ],
 )
-def test_invalid_rollouts_raise(batches, facts):
+def test_invalid_rollouts_raise(batches, facts, monkeypatch):
+  # May be a collective: once a batch, however often the state is asked for.
+  broadcast = []
+  monkeypatch.setattr(replica_groups, "of_first_replica", broadcast.append)
+
   class Task(small_tasks.Rollouts):
     def train_batches(self, stream):
+      stream.state(), stream.state()
       return batches
 
   sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
@@ -350,6 +356,7 @@ def test_invalid_rollouts_raise(batches, facts):
     },
   )
   with pytest.raises(ValueError, match=f"Task.train_batches.*{facts}"):
-    made.next_batch(None)
+    made.next_batch("the state")
+  assert broadcast == ["the state"]
   with pytest.raises(RuntimeError, match="state"):
     made.state()
