@@ -74,9 +74,9 @@ def select(var_list: Any, params: PyTree) -> set[str]:
       expression, or one is given twice.
 
   Example:
-    >>> params = {"a": {"w": 1.0, "b": 2.0}, "c": {"w": 3.0}}
-    >>> sorted(select(["a/b", "^c/"], params))
-    ['a/b', 'c/w']
+    >>> params = {"a": 1.0, "ab": 2.0, "c": {"w": 3.0}}
+    >>> sorted(select(["a", "^c/"], params)), sorted(select(["a.*"], params))
+    (['a', 'c/w'], ['a', 'ab'])
   """
   known = trees.names(params)
   if var_list is None:

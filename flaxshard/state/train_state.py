@@ -588,8 +588,7 @@ class TrainState(flax_train_state.TrainState):
       "opt_state": self.opt_state,
       "wrapper_states": dict(self.wrapper_states),
     }
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return {trees.path_string(path): leaf for path, leaf in flat}
+    return dict(zip(trees.names(tree), jax.tree.leaves(tree), strict=True))
 
   # -- The wrappers' parameters and metrics, and the state without wrappers.
 

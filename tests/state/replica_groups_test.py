@@ -101,8 +101,3 @@ def test_checkpoint_has_the_state_of_replica_0(diverged, caplog) -> None:
   plain = ocp.StandardCheckpointer().restore(f"{directory}/1/default")
   wanted = grouped.on_each(state.params["b"])[0]
   np.testing.assert_array_equal(plain["params"]["b"], wanted)
-
-
-def test_states_that_do_not_diverge():
-  state = grouped.create(fs.Strategy(), fs.LossScale(8))
-  assert replica_groups.of_first_replica(state) is state

@@ -74,20 +74,6 @@ def test_others_are_not_differentiated():
   assert grads["w"] is None and float(grads["b"]["c"]) == 1
 
 
-def test_path_selects_one_parameter_and_pattern_several():
-  params = {"a": jnp.ones(()), "ab": jnp.ones(()), "c": jnp.ones(())}
-  state = create(params=params)
-  loss_fn = lambda p: p["a"] + p["ab"] + p["c"]
-
-  def selected(var_list):
-    pairs = state.compute_gradients(loss_fn, var_list=var_list)
-    return [path for g, path in pairs if g is not None]
-
-  assert selected(["a"]) == ["a"]
-  assert selected(["a.*"]) == ["a", "ab"]
-  assert selected(("b$", "c")) == ["ab", "c"]
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize(
   "wrappers", [(), (fs.LossScale(8.0),), (fs.AGN(1),), (fs.Accumulate(1),)]
