@@ -155,7 +155,7 @@ def _create(
   inner = optax.with_extra_args_support(tx)
 
   def init(params: PyTree) -> PyTree:
-    tables = _find_tables(argument, patterns, tx, params)
+    tables = _find_tables(created, params)
     state = inner.init(params)
     whole, reason = _find_whole(tx, state, params, tables, semantics)
     if reason:
@@ -179,7 +179,7 @@ def _create(
     updates = indexed_slices.to_dense(updates, keep=tables.keys() - whole)
     return row_update.update(inner, updates, state, params, extra, parts)
 
-  return SparseRows(
+  created = SparseRows(
     init,
     update,
     inner=tx,
@@ -188,6 +188,7 @@ def _create(
     argument=argument,
     parts=parts,
   )
+  return created
 
 
 def _find_whole(
@@ -348,33 +349,24 @@ def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:
   return tx
 
 
-def _find_tables(
-  argument: str, patterns: tuple[str, ...], tx: Any, params: PyTree
-) -> list[trees.Path]:
+def _find_tables(tx: SparseRows, params: PyTree) -> list[trees.Path]:
   """Returns the paths of the tables that are trained.
 
   Raises:
     PatternError: A pattern matches no parameter, or one that is no table.
   """
-  patterns_lib.check_used(argument, patterns, trees.names(params))
-  frozen = parameter_groups.frozen_mask(tx, params)
-  frozen_paths = {
-    path
-    for path, is_frozen in jax.tree_util.tree_leaves_with_path(frozen)
-    if is_frozen
-  }
-  tables = []
-  for path, p in jax.tree_util.tree_leaves_with_path(params):
-    name = trees.path_string(path)
-    i = patterns_lib.first_match(patterns, name)
-    if i is None or path in frozen_paths:
-      continue
+  patterns_lib.check_used(tx.argument, tx.patterns, trees.names(params))
+  mask = jax.tree.leaves(parameter_groups.sparse_mask(tx, params))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  tables = [leaf for leaf, m in zip(leaves, mask, strict=True) if m]
+  for path, p in tables:
     dtype, shape = trees.dtype_of(p), jnp.shape(p)
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.floating):
+      name = trees.path_string(path)
+      pattern: Any = patterns_lib.first_match(tx.patterns, name)
       raise patterns_lib.PatternError(
-        f"{argument}[{i}]={patterns[i]!r} matches {name}, {dtype}"
-        f"{list(shape)}, which is not a table: a floating-point array with "
-        "two dimensions."
+        f"{tx.argument}[{pattern}]={tx.patterns[pattern]!r} matches {name}, "
+        f"{dtype}{list(shape)}, which is not a table: a floating-point array "
+        "with two dimensions."
       )
-    tables.append(path)
-  return tables
+  return [path for path, _ in tables]

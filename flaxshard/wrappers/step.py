@@ -480,13 +480,14 @@ def _to_dense_unless_taken(
     hook: Name of the method that gets the gradients.
     grads: The gradients.
   """
-  paths = [trees.path_string(path) for path in indexed_slices.find(grads)]
-  for w in wrappers if paths else ():
+  tables = indexed_slices.find(grads)
+  for w in wrappers if tables else ():
     if base.overrides(w, hook) and not w.takes_indexed_slices:
       checks.warn(
         f"wrapper {w.name!r}: {hook} takes no IndexedSlices: the gradients of "
-        f"{', '.join(paths)} become whole arrays, and the step updates whole "
-        "tables. See takes_indexed_slices of flaxshard.wrappers.Base."
+        f"{', '.join(map(trees.path_string, tables))} become whole arrays, and "
+        "the step updates whole tables. See takes_indexed_slices of "
+        "flaxshard.wrappers.Base."
       )
       return indexed_slices.to_dense(grads)
   return grads

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 from scaled_states import apply_step
 from scaled_states import create
 from scaled_states import scale_state
@@ -157,17 +158,6 @@ def test_one_nonfinite_shard_skips_the_step_on_every_shard(spec, shape):
 OWG = "_overwrite_with_gradient"
 
 
-def partial_optimizers():
-  labels = lambda params: jax.tree.map(lambda _: "a", params)
-  return {
-    "adamw": optax.adamw(0.5, weight_decay=0.1),
-    "multi_transform": optax.multi_transform(
-      {"a": optax.adam(0.5), "b": optax.set_to_zero()}, labels
-    ),
-    "inject": optax.inject_hyperparams(optax.adam)(learning_rate=0.5),
-  }
-
-
 def slots(state, name):
   return [
     x
@@ -177,16 +167,25 @@ def slots(state, name):
 
 
 @pytest.mark.parametrize(
-  ("name", "wrapped"),
-  [("adamw", False), ("multi_transform", True), ("inject", True)],
+  ("tx", "wrappers"),
+  [
+    (optax.adamw(0.5, weight_decay=0.1), []),
+    (
+      optax.multi_transform(
+        {"a": optax.adam(0.5), "b": optax.set_to_zero()},
+        lambda params: jax.tree.map(lambda _: "a", params),
+      ),
+      [fs.LossScale("dynamic")],
+    ),
+    (
+      optax.inject_hyperparams(optax.adam)(learning_rate=0.5),
+      [fs.LossScale("dynamic")],
+    ),
+  ],
 )
-def test_none_gradient_keeps_parameter_and_slots(name, wrapped):
-  tx = partial_optimizers()[name]
+def test_none_gradient_keeps_parameter_and_slots(tx, wrappers):
   params = {"w": jnp.ones(2), "n": jnp.full(2, 3.0)}
-  wrappers = [fs.LossScale("dynamic")] if wrapped else []
-  state = fs.TrainState.create(
-    apply_fn=None, params=params, tx=tx, wrappers=wrappers
-  )
+  state = quadratic_states.create(wrappers, tx, params)
   # A first step, so that the slots of `n` are not zero.
   state = apply_step(state, {"w": jnp.ones(2), "n": jnp.full(2, -1.0)})
   assert slots(state, "n")
