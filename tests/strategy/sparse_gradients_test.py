@@ -54,12 +54,12 @@ DYNAMIC, SHARDED = fs.LossScale("dynamic"), fs.CrossShard()
     ("run", EIGHT, P(), []),
     slow("run", EIGHT, P(), [DYNAMIC, SHARDED]),
     slow("run", EIGHT, P("replica", None), [fs.LossScale(8.0)]),
-    slow("run", SPATIAL, P("model", None), [SHARDED, DYNAMIC]),
+    ("run", SPATIAL, P("model", None), [SHARDED, DYNAMIC]),
     slow("run", SPATIAL, P(None, "model"), []),
     slow("run_steps", SPATIAL, P("model", None), [DYNAMIC]),
     slow("jit", EIGHT, P(), [DYNAMIC]),
     slow("jit", EIGHT, P("replica", None), []),
-    slow("jit", SPATIAL, P("model", None), []),
+    ("jit", SPATIAL, P("model", None), []),
   ],
 )
 def test_steps_equal_dense_steps_on_the_whole_batch(

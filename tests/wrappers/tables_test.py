@@ -68,22 +68,6 @@ def test_tables_are_dense_with_one_warning(wrapper):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["run", "jit"])
-def test_a_table_whose_rows_are_split_has_the_values_of_a_whole_one(way):
-  strategy = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
-  state = sparse_states.create(strategy, ADAM, spec=jax.P("model"))
-  sharding, wanted = state.params["table"].sharding, create(ADAM, [])
-  step = sparse_states.train_step
-  jitted = strategy.jit(step) if way == "run" else jax.jit(step)
-  for batch in map(sparse_states.batch, range(3)):
-    state, _ = jitted(state, strategy.shard_batch(batch))
-    wanted, _ = step(wanted, batch)
-  assert state.params["table"].sharding.is_equivalent_to(sharding, 2)
-  assert sharding.spec == jax.P("model")
-  tree_equality.assert_trees_close(state.params, wanted.params)
-  tree_equality.assert_trees_close(state.opt_state, wanted.opt_state)
-
-
 def test_small_gradients_of_rows_in_float16():
   """Without a scale 1e-8 is zero in float16."""
   ids = jnp.array([2, 5, 2])
