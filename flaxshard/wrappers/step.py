@@ -29,6 +29,7 @@ from flaxshard.replicas import rows
 from flaxshard.sparse import lookups
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
+from flaxshard.wrappers.cross_shard import CrossShard
 from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
@@ -460,10 +461,8 @@ def _apply_reduced(
 ) -> base.Target:
   """Applies gradients as `op` reduces them, or as they are if it is None."""
   if op is not None:
-    grads = replica_context.reduce_gradients(op, grads)
-  with replica_context.marked(
-    gradients_reduced=op is not None, aggregation_skipped=op is None
-  ):
+    return CrossShard(op).apply((), target, grads, next)[0]
+  with replica_context.marked(aggregation_skipped=True):
     return next(target, grads)
 
 
