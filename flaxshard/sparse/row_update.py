@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+import functools
 from typing import Any
 
 import jax
@@ -52,20 +53,18 @@ def update(
     path: x.split(parts.get(path, 1))
     for path, x in indexed_slices.find(updates).items()
   }
+  take = functools.partial(_map_rows, IndexedSlices.take_rows, params, tables)
   if extra.get("grad") is not None:
     # The gradient may have other rows than the updates.
     grad = indexed_slices.to_dense(extra["grad"])
-    extra = {**extra, "grad": _take_rows(grad, params, tables)}
+    extra = {**extra, "grad": take(grad)}
   values = jax.tree_util.tree_map_with_path(
     lambda path, x: tables[path].values if path in tables else x,
     updates,
     is_leaf=is_indexed_slices,
   )
   row_updates, new_rows = tx.update(
-    values,
-    _take_rows(opt_state, params, tables),
-    _take_rows(params, params, tables),
-    **extra,
+    values, take(opt_state), take(params), **extra
   )
   row_updates = jax.tree_util.tree_map_with_path(
     lambda path, x: (
@@ -73,7 +72,10 @@ def update(
     ),
     row_updates,
   )
-  return row_updates, _put_rows(opt_state, new_rows, params, tables)
+  # In place, if XLA may reuse the memory of the old state.
+  return row_updates, _map_rows(
+    IndexedSlices.put_rows, params, tables, opt_state, new_rows
+  )
 
 
 def slots_of(
@@ -96,39 +98,32 @@ def slots_of(
   ]
 
 
-def _take_rows(tree: PyTree, params: PyTree, tables: Tables) -> PyTree:
-  """Returns a tree with the rows in place of the tables and of their slots."""
-  values, treedef = jax.tree.flatten(tree)
-  new = [
-    x if path is None else tables[path].take_rows(x)
-    for x, path in zip(values, slots_of(tree, params, tables), strict=True)
-  ]
-  return jax.tree.unflatten(treedef, new)
-
-
-def _put_rows(
-  tree: PyTree, new_rows: PyTree, params: PyTree, tables: Tables
+def _map_rows(
+  fn: Callable[..., Any],
+  params: PyTree,
+  tables: Tables,
+  tree: PyTree,
+  *others: PyTree,
 ) -> PyTree:
-  """Returns a tree with new rows in it, in place if XLA may reuse its memory.
+  """Maps a function over the tables in a tree, and over their slots.
 
   Args:
-    tree: The state of an optimizer.
-    new_rows: The state of its rows; leaves that are no slots replace those of
-      `tree`.
+    fn: Takes the rows of a table, and a leaf of each tree.
     params: The parameters.
     tables: The rows of each table.
+    tree: The parameters, or the state of an optimizer.
+    *others: Trees with the same structure.
+
+  Returns:
+    A tree with the results, and with the other leaves of the last tree.
   """
-  new_values, treedef = jax.tree.flatten(new_rows)
-  new = [
-    new if path is None else tables[path].put_rows(old, new)
-    for old, new, path in zip(
-      jax.tree.leaves(tree),
-      new_values,
-      slots_of(tree, params, tables),
-      strict=True,
-    )
-  ]
-  return jax.tree.unflatten(treedef, new)
+  slots = iter(slots_of(tree, params, tables))
+
+  def map_leaf(*leaves: Any) -> Any:
+    path = next(slots)
+    return leaves[-1] if path is None else fn(tables[path], *leaves)
+
+  return jax.tree.map(map_leaf, tree, *others)
 
 
 # -- Tables whose rows a mesh splits.
