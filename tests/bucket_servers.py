@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 import contextlib
 from importlib import util
-import os
 import pathlib
 import subprocess
 import sys
@@ -47,8 +46,3 @@ def start() -> Iterator[None]:
   finally:
     server.kill()
     server.communicate()
-
-
-def child_environment(**variables: str) -> dict[str, str]:
-  """Returns the environment of a program on CPU that uses the server."""
-  return {**os.environ, "JAX_PLATFORMS": "cpu", **variables}

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test; servers of buckets for some."""
+"""Eight virtual CPU devices for every test; servers for some."""
 
 import gc
 import os
@@ -44,3 +44,18 @@ def servers():
 
   with bucket_servers.start():
     yield
+
+
+@pytest.fixture(scope="session")
+def _program_server():
+  import forked_programs
+
+  with forked_programs.Programs() as started:
+    yield started
+
+
+@pytest.fixture
+def programs(_program_server):
+  """A `forked_programs.Programs`, whose programs end with the test."""
+  yield _program_server
+  _program_server.kill()

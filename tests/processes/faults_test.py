@@ -7,7 +7,6 @@ import signal
 import socket
 
 import faulty
-import forked_programs
 import jax
 import numpy as np
 import pytest
@@ -15,12 +14,6 @@ import pytest
 import flaxshard as fs
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def programs():
-  with forked_programs.Programs() as started:
-    yield started
 
 
 def run(programs, workdir, **fault):

@@ -1,14 +1,10 @@
 """Runs whose workdir is in a bucket, with a local server."""
 
-import json
-import pathlib
-import signal
-import subprocess
-import sys
-import time
+import os
 
 import bucket_servers
 from etils import epath
+from forked_programs import wait_until
 import pytest
 import tiny
 from tree_equality import assert_trees_equal
@@ -23,7 +19,6 @@ from flaxshard.train import report
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("servers")]
 
 _DRAW = report.draw
-_TESTS = pathlib.Path(__file__).parents[1]
 _CONFIG = dict(
   num_train_steps=6,
   log_every_steps=1,
@@ -32,16 +27,6 @@ _CONFIG = dict(
   writer="tensorboard",
   precision="float32",
 )
-
-_TRAIN = """
-import json, sys
-tests, workdir, config = sys.argv[1:]
-sys.path.insert(0, tests)
-import tiny
-from flaxshard import train
-
-train.train_and_evaluate(tiny.config(**json.loads(config)), workdir)
-"""
 
 
 def _train(workdir):
@@ -63,27 +48,21 @@ def _names(folder):
 
 
 def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
-  caplog, tmp_path, monkeypatch
+  programs, caplog, tmp_path, monkeypatch
 ):
   folder = f"gs://{bucket_servers.BUCKET}/killed"
   local = tmp_path / "local"
   local_state = _train(local)
   monkeypatch.setattr(report, "draw", _DRAW)
-  arguments = [str(_TESTS), folder, json.dumps(_CONFIG)]
-  process = subprocess.Popen(
-    [sys.executable, "-c", _TRAIN, *arguments],
-    env=bucket_servers.child_environment(),
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.PIPE,
-    text=True,
+  (tmp_path / "my_config.py").write_text(
+    f"import tiny\n\ndef get_config():\n  return tiny.config(**{_CONFIG})\n"
   )
-  deadline = time.monotonic() + 120
-  while not epath.Path(f"{folder}/checkpoints/4/commit_success.txt").exists():
-    assert process.poll() is None, process.stderr.read()
-    assert time.monotonic() < deadline
-    time.sleep(0.05)
-  process.send_signal(signal.SIGKILL)
-  process.communicate()
+  program = programs.start(
+    tmp_path, "--config=my_config.py", f"--workdir={folder}", **os.environ
+  )
+  saved = epath.Path(f"{folder}/checkpoints/4/commit_success.txt")
+  wait_until(saved.exists, "step 4", program)
+  program.kill()
   assert [row["step"] for row in tiny.rows(folder)][:4] == [1, 2, 3, 4]
 
   newest = max(steps.find(f"{folder}/checkpoints"))
@@ -109,7 +88,7 @@ def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
 
   # A step that is copied to the disk is a step there.
   for path in files.files_in(f"{folder}/checkpoints/6"):
-    copy = tmp_path / "6" / path.relative_to(f"{folder}/checkpoints/6")
+    copy = tmp_path / "disk/6" / path.relative_to(f"{folder}/checkpoints/6")
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_bytes(path.read_bytes())
-  assert inspection.main([str(tmp_path), "--verify"]) == 0
+  assert inspection.main([str(tmp_path / "disk"), "--verify"]) == 0

@@ -2,7 +2,6 @@
 
 import os
 
-import forked_programs
 import pytest
 import tiny
 
@@ -54,14 +53,15 @@ def get_config():
 }
 
 
-def test_all_processes_stop_at_one_step_and_end_when_a_hook_raises(tmp_path):
+def test_all_processes_stop_at_one_step_and_end_when_a_hook_raises(
+  programs, tmp_path
+):
   """A hook may use collectives; another one raises in process 1 alone."""
   for name, text in _MODULES.items():
     (tmp_path / name).write_text(text)
   workdir = tmp_path / "run"
-  with forked_programs.Programs() as programs:
-    arguments = "--config=my_config.py", "--workdir=run", "--local_processes=2"
-    output = programs.start(tmp_path, *arguments).end(code=1)
+  arguments = "--config=my_config.py", "--workdir=run", "--local_processes=2"
+  output = programs.start(tmp_path, *arguments).end(code=1)
   # The third evaluation ends the run in both processes.
   for index in (0, 1):
     lines = (workdir / f"steps_{index}.txt").read_text().splitlines()

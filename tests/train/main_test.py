@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-import forked_programs
 from forked_programs import wait_until
 import jax
 import pytest
@@ -23,7 +22,7 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_help_and_mistakes(tmp_path):
+def test_help_and_mistakes(programs, tmp_path):
   """Mistakes that only a process finds are one message, too."""
   (tmp_path / "file").write_text("")
   mistakes = {
@@ -33,26 +32,26 @@ def test_help_and_mistakes(tmp_path):
     "--local_processes=2 --process_id=1": "--process_id=1 --local_processes=2",
     "--plan=v5e:2x2 --num_processes=2": "--num_processes=2 --plan=v5e:2x2",
     f"--workdir={tmp_path}/file": f"{tmp_path}/file cannot be written",
+    f"--synchronize --workdir={tmp_path}/file/run": "cannot be written",
   }
-  with forked_programs.Programs() as programs:
-    start = functools.partial(programs.start, tmp_path)
-    usage, fields, names = map(start, ("--help", "--help=config", "--list"))
-    failed = {
-      facts: start("--config=digits", "--workdir=w", *arguments.split())
-      for arguments, facts in mistakes.items()
-    }
-    # absl exits with 1 after --help.
-    printed = usage.end(code=1)
-    for part in ("--config.batch_size=", "--workdir", "metrics.jsonl"):
-      assert part in printed, part
-    assert "mesh.virtual_devices" in fields.end()
-    assert "lm_text_fsdp" in names.end()
-    for facts, program in failed.items():
-      output = program.end(code=1)
-      for fact in ("flaxshard: ", *facts.split()):
-        assert fact in output, output
-      assert "Traceback" not in output
-      assert len(output.splitlines()) <= 4
+  start = functools.partial(programs.start, tmp_path)
+  usage, fields, names = map(start, ("--help", "--help=config", "--list"))
+  failed = {
+    facts: start("--config=digits", "--workdir=w", *arguments.split())
+    for arguments, facts in mistakes.items()
+  }
+  # absl exits with 1 after --help.
+  printed = usage.end(code=1)
+  for part in ("--config.batch_size=", "--workdir", "metrics.jsonl"):
+    assert part in printed, part
+  assert "mesh.virtual_devices" in fields.end()
+  assert "lm_text_fsdp" in names.end()
+  for facts, program in failed.items():
+    output = program.end(code=1)
+    for fact in ("flaxshard: ", *facts.split()):
+      assert fact in output, output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) <= 4
 
 
 @pytest.mark.slow
@@ -86,27 +85,26 @@ assert jax.device_count() == 3
 
 
 @pytest.mark.slow
-def test_virtual_devices_and_signals(tmp_path):
+def test_virtual_devices_and_signals(programs, tmp_path):
   """Starts a process without the eight devices of the test environment."""
   workdir = tmp_path / "run"
-  with forked_programs.Programs() as programs:
-    program = programs.start(
-      tmp_path,
-      *("--config=digits", "--workdir=run", "--config.writer=none"),
-      *("--config.mesh.virtual_devices=8", "--config.mesh.logical_devices=2"),
-      "--config.mesh.split={'inputs': (1, 2, 1, 1)}",
-      *("--config.model.features=(4,)", "--config.model.dense=8"),
-      *("--config.precision=float32", "--config.wrappers=()"),
-      *("--config.num_train_steps=100000", "--config.log_every_steps=2"),
-    )
-    has_row = lambda: workdir.exists() and bool(tiny.rows(workdir))
-    wait_until(has_row, "row", program)
-    program.send(signal.SIGTERM)
-    for _ in range(20):  # an impatient user
-      time.sleep(0.1)
-      if not program.has_ended:
-        program.send(signal.SIGINT)
-    log = program.end(code=128 + signal.SIGTERM)
+  program = programs.start(
+    tmp_path,
+    *("--config=digits", "--workdir=run", "--config.writer=none"),
+    *("--config.mesh.virtual_devices=8", "--config.mesh.logical_devices=2"),
+    "--config.mesh.split={'inputs': (1, 2, 1, 1)}",
+    *("--config.model.features=(4,)", "--config.model.dense=8"),
+    *("--config.precision=float32", "--config.wrappers=()"),
+    *("--config.num_train_steps=100000", "--config.log_every_steps=2"),
+  )
+  has_row = lambda: workdir.exists() and bool(tiny.rows(workdir))
+  wait_until(has_row, "row", program)
+  program.send(signal.SIGTERM)
+  for _ in range(20):  # an impatient user
+    time.sleep(0.1)
+    if not program.has_ended:
+      program.send(signal.SIGINT)
+  log = program.end(code=128 + signal.SIGTERM)
   assert "8 of 8 cpu devices, Strategy(replica=4, m0=2)" in log
   step = int(re.search(r"SIGTERM: saved step (\d+)", log)[1])
   assert str(step) in os.listdir(workdir / "checkpoints")
@@ -133,22 +131,21 @@ def saved_steps(workdir) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
+def test_a_killed_run_ends_like_an_uninterrupted_one(programs, tmp_path):
   killed = tmp_path / "killed"
-  with forked_programs.Programs() as programs:
 
-    def start(name):
-      return programs.start(tmp_path, *_ARGUMENTS, f"--workdir={name}")
+  def start(name):
+    return programs.start(tmp_path, *_ARGUMENTS, f"--workdir={name}")
 
-    program = start("killed")
-    reached = lambda: max(saved_steps(killed), default=0) >= 3
-    wait_until(reached, "step 3", program)
-    program.kill()
-    # The newest three are kept; an older one may be half deleted.
-    for step in saved_steps(killed)[-3:]:
-      assert step_files.verify(str(killed / "checkpoints" / str(step)))
-    for program in (start("whole"), start("killed")):
-      program.end()
+  program = start("killed")
+  reached = lambda: max(saved_steps(killed), default=0) >= 3
+  wait_until(reached, "step 3", program)
+  program.kill()
+  # The newest three are kept; an older one may be half deleted.
+  for step in saved_steps(killed)[-3:]:
+    assert step_files.verify(str(killed / "checkpoints" / str(step)))
+  for program in (start("whole"), start("killed")):
+    program.end()
   states = (fs.load(tmp_path / name).state for name in ("killed", "whole"))
   assert_trees_equal(*map(jax.tree.leaves, states))
   assert tiny.untimed_rows(killed) == tiny.untimed_rows(tmp_path / "whole")

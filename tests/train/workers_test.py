@@ -1,6 +1,5 @@
 """A run of two workers that `--local_processes` starts."""
 
-import forked_programs
 import jax
 import numpy as np
 import pytest
@@ -25,11 +24,10 @@ def get_config():
 """
 
 
-def test_two_workers_end_like_two_replicas(tmp_path):
+def test_two_workers_end_like_two_replicas(programs, tmp_path):
   (tmp_path / "my_config.py").write_text(_CONFIG)
   arguments = ["--config=my_config.py", "--workdir=run", "--local_processes=2"]
-  with forked_programs.Programs() as programs:
-    output = programs.start(tmp_path, *arguments).end()
+  output = programs.start(tmp_path, *arguments).end()
   # Worker 0 alone prints rows and the result.
   assert output.count("step 14: eval_loss=") == 2
   assert output.count("[0]") > output.count("done: step 14: eval_loss=") == 1
