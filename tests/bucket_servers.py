@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import gc
 from importlib import util
 import pathlib
 import subprocess
@@ -44,5 +45,7 @@ def start() -> Iterator[None]:
       files.absolute(f"gs://{BUCKET}")  # sets options of gcsfs
       yield
   finally:
+    # What is garbage may have a file in the bucket, and closes it here.
+    gc.collect()
     server.kill()
     server.communicate()

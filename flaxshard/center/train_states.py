@@ -73,7 +73,7 @@ def leaves(tree: PyTree) -> Arrays:
   return dict(zip(_paths(structure), found, strict=True))
 
 
-def with_leaves(state: S, new: Mapping[str, Any], **fields: Any) -> S:
+def _with_leaves(state: S, new: Mapping[str, Any], **fields: Any) -> S:
   """Returns a state with other leaves, which lie where the old ones do.
 
   Args:
@@ -90,14 +90,14 @@ def with_leaves(state: S, new: Mapping[str, Any], **fields: Any) -> S:
   return jax.tree.unflatten(structure, placed)
 
 
-def local_path(path: str) -> str:
+def _local_path(path: str) -> str:
   """Returns the path of a worker's own array beside one of the center."""
   if path.split("/")[0] == "params":
     return f"{_OWN}/local_{path}"
   return f"{_OWN}/collections/{path}"
 
 
-def sum_path(path: str) -> str:
+def _sum_path(path: str) -> str:
   """Returns the path of the accumulator of a parameter."""
   return f"{_OWN}/grad_accum{path.removeprefix('params')}"
 
@@ -221,7 +221,7 @@ class Layout:
     remainders: Arrays = {}
     for number, path in enumerate(self.accumulators):
       if self.fragment_of[path] == fragment and received[number]:
-        total = np.asarray(found[sum_path(path)])
+        total = np.asarray(found[_sum_path(path)])
         if not np.isfinite(total).all():
           raise FloatingPointError(
             f"Worker: the accumulated gradients of {path} have NaN or infinity "
@@ -233,7 +233,7 @@ class Layout:
         remainders[path] = total - encoding.decode(arrays[path])
         received[number] = False
     for path in self.arrays_of(fragment).keys() - self.accumulators.keys():
-      arrays[path] = np.array(found[local_path(path)])
+      arrays[path] = np.array(found[_local_path(path)])
     commit = {
       "steps": step - int(sent[fragment]),
       "step": step,
@@ -241,8 +241,8 @@ class Layout:
       "arrays": arrays,
     }
     sent[fragment] = step
-    new = {sum_path(path): x for path, x in remainders.items()}
-    return with_leaves(state, new, received=received, sent=sent), commit
+    new = {_sum_path(path): x for path, x in remainders.items()}
+    return _with_leaves(state, new, received=received, sent=sent), commit
 
   def pull(self, state: S, new: Center) -> S:
     """Returns the state after a commit: it goes on from the center.
@@ -256,16 +256,16 @@ class Layout:
     if blend := self.agn.transport.blend:
       found = leaves(state)
       for path in local.keys() & self.accumulators.keys():
-        own = found[local_path(path)]
+        own = found[_local_path(path)]
         dtype = gradients.accumulator_dtype(own.dtype)
         a, b = (np.asarray(x, dtype) for x in (own, local[path]))
         local[path] = blend * a + (1 - blend) * b
     is_last = new.fragment == self.agn.transport.fragments - 1
     commits = find(state)[1].commits + is_last
-    return put_center(state, new, local, commits=commits)
+    return _put_center(state, new, local, commits=commits)
 
 
-def put_center(
+def _put_center(
   state: S, new: Center, local: Arrays | None = None, **fields: Any
 ) -> S:
   """Returns the state with another center.
@@ -279,16 +279,16 @@ def put_center(
   """
   versions = np.array(find(state)[1].versions)
   versions[new.fragment] = new.version
-  own = {local_path(path): x for path, x in (local or {}).items()}
+  own = {_local_path(path): x for path, x in (local or {}).items()}
   arrays = {**own, **new.arrays, **new.slots}
-  return with_leaves(state, arrays, versions=versions, **fields)
+  return _with_leaves(state, arrays, versions=versions, **fields)
 
 
 def with_newest_center(objects: store.Objects, state: S) -> S:
   """Returns the state with the center in the store, and its slots."""
   for fragment, head in enumerate(heads.read(objects).heads):
     center = heads.read_center(objects, fragment, head, slots=True)
-    state = put_center(state, center)
+    state = _put_center(state, center)
   return state
 
 
@@ -326,7 +326,7 @@ def restart(state: S, local_step: int) -> S:
     step=np.asarray(state.step) + shift,
     wrapper_states={**state.wrapper_states, agn.name: restarted},
   )
-  return with_leaves(state, leaves(new))
+  return _with_leaves(state, leaves(new))
 
 
 def _place(value: Any, like: Any) -> jax.Array:
