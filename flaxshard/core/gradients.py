@@ -1,4 +1,4 @@
-"""Gradient trees: which leaves hold a gradient, and whether all are finite.
+"""Gradient trees: what a leaf is, exact casts to 16 bits, and finite tests.
 
 A tree of gradients is a tree like the parameters. A leaf is one of:
 
