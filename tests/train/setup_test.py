@@ -265,6 +265,11 @@ def test_invalid_configs_raise_with_the_field(fields, facts):
     assert fact in str(e.value)
 
 
+def test_a_batch_of_more_than_all_examples_raises():
+  with pytest.raises(ValueError, match="batch_size=5000 .*1437"):
+    create_setup(batch_size=5000).open_train_batches()
+
+
 @pytest.mark.parametrize(
   ("fields", "words"),
   [
