@@ -10,7 +10,6 @@ import logging
 import os
 from typing import Any
 
-from etils import epath
 import jax
 import ml_collections
 
@@ -225,10 +224,10 @@ def load(
     for name in (same_run.CONFIG_FILE, same_run.DATA_FILE)
   )
   if values is None or shapes is None:
-    hint = "it has no config.json or no data.json."
-    if not epath.Path(workdir).is_dir():
-      hint = steps.describe_missing(steps.as_path(workdir))
-    raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
+    raise ValueError(
+      f"workdir={workdir!r} is not the workdir of a run: it has no config.json "
+      "or no data.json."
+    )
   # JSON has lists for the tuples of the config.
   config = config_lib.check(registry.to_plain(values))
   setup = plan(config, shapes, task, strategy, rules)
