@@ -329,10 +329,10 @@ def split_loss(
   wanted = () if grad_loss is None else jnp.shape(grad_loss)
   # None has the shape of a scalar.
   if is_pair != has_aux or loss is None or jnp.shape(loss) != wanted:
+    kind = f"of the shape {wanted} of grad_loss" if wanted else "a scalar"
     raise checks.ArgumentTypeError(
-      f"loss_fn must return the loss, a scalar or of grad_loss's shape (here "
-      f"{wanted}), or (loss, aux) with has_aux=True; got "
-      f"{checks.describe(value)} with has_aux={has_aux}."
+      f"loss_fn must return the loss, {kind}, or (loss, aux) with "
+      f"has_aux=True; got {checks.describe(value)} with has_aux={has_aux}."
     )
   return loss, aux
 
