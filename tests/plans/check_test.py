@@ -36,6 +36,7 @@ from flaxshard.train import setup as setup_lib
 
 P = jax.sharding.PartitionSpec
 _SPLIT = P("replica")
+_EXAMPLE = jax.ShapeDtypeStruct((1, 64), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,18 +131,17 @@ def _placed(strategy: fs.Strategy, tree: Any, spec: Any = _whole) -> Any:
 def _abstract_state(
   strategy: fs.Strategy,
   model: nn.Module,
-  sample: tuple[int, ...] = (1, 64),
-  rules: Any = None,
-  tx: Any = None,
+  sample: Any = _EXAMPLE,
+  **options: Any,
 ) -> Any:
   return fs.create_train_state(
     model,
     jax.random.key(0),
-    jax.ShapeDtypeStruct(sample, jnp.float32),
-    tx or optax.adam(1e-3),
+    sample,
+    optax.adam(1e-3),
     strategy=strategy,
-    rules=rules,
     abstract=True,
+    **options,
   )
 
 
@@ -294,7 +294,7 @@ def fsdp_has_no_constraints(devices: Any, wrong: bool) -> Program:
           x = jax.lax.with_sharding_constraint(x, batch_sharding)
       return x
 
-  state = _abstract_state(strategy, Model(), (1, 128), rules="fsdp")
+  state = _abstract_state(strategy, Model(), jnp.ones((1, 128)), rules="fsdp")
   return Program(_jit_like(state), state, _abstract_batch(strategy, (64, 128)))
 
 
@@ -336,7 +336,7 @@ def max_pool_gathers_the_batch(devices: Any, wrong: bool) -> Program:
       return nn.Dense(8, dtype=jnp.float16)(x.reshape(x.shape[0], -1))
 
   strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Model(), (1, 8, 8, 1))
+  state = _abstract_state(strategy, Model(), jnp.ones((1, 8, 8, 1)))
   batch = _abstract_batch(strategy, (1024, 8, 8, 1))
   return Program(_jit_like(state), state, batch)
 
@@ -577,23 +577,14 @@ def test_fsdp_sums_microbatches_into_split_gradients() -> None:
 def test_rows_of_a_table_of_fsdp_are_looked_up() -> None:
   strategy = fs.Strategy(devices=jax.devices()[:8])
   ids = jax.ShapeDtypeStruct((96,), jnp.int32)
-  state = fs.create_train_state(
-    nn.Sequential([nn.Embed(512, 32), nn.Dense(16)]),
-    jax.random.key(0),
-    ids,
-    optax.adam(1e-3),
-    strategy=strategy,
-    rules="fsdp",
-    sparse=["embedding"],
-    abstract=True,
+  model = nn.Sequential([nn.Embed(512, 32), nn.Dense(16)])
+  state = _abstract_state(
+    strategy, model, ids, rules="fsdp", sparse=["embedding"]
   )
 
   def step(state: Any, ids: jax.Array) -> Any:
-    return state.minimize(
-      lambda p: (state.apply_fn({"params": p}, ids) ** 2).mean()
-    )
+    return state.minimize(lambda params: _loss(state, params, ids))
 
   batch = strategy.shard_batch(ids)
-  step = jax.jit(step, donate_argnums=0)
-  found = fs.check(step, state, batch, min_bytes=2**12)
+  found = fs.check(_jit_like(state, step), state, batch, min_bytes=2**12)
   assert not found.findings, str(found)
