@@ -409,7 +409,7 @@ class TrainState(flax_train_state.TrainState):
       aggregation, skip_gradients_aggregation, self.wrappers, extra
     )
     in_replica = replica_context.get_replica_context() is not None
-    if self.wrappers or in_replica:
+    if collections and (self.wrappers or in_replica):
       # A skipped step keeps the old ones.
       collections = {
         name: jax.tree.map(
@@ -417,19 +417,19 @@ class TrainState(flax_train_state.TrainState):
         )
         for name, x in collections.items()
       }
-    # The commits of wrappers with local updates reduce them.
-    if in_replica and not stack.has_local_updates(self.wrappers):
-      groups = stack.groups_of(self.wrappers)
-      collections = jax.tree.map_with_path(
-        lambda path, x: (
-          x
-          if path in self.own_paths
-          else replica_context.mean_collection(x, groups)
-        ),
-        collections,
-        is_leaf=lambda path, _: path in self.own_paths,
-        is_leaf_takes_path=True,
-      )
+      # The commits of wrappers with local updates reduce them.
+      if in_replica and not stack.has_local_updates(self.wrappers):
+        groups = stack.groups_of(self.wrappers)
+        collections = jax.tree.map_with_path(
+          lambda path, x: (
+            x
+            if path in self.own_paths
+            else replica_context.mean_collection(x, groups)
+          ),
+          collections,
+          is_leaf=lambda path, _: path in self.own_paths,
+          is_leaf_takes_path=True,
+        )
     target = base.Target(
       step=self.step,  # type: ignore[arg-type]
       params=self.params,
