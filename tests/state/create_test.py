@@ -484,7 +484,8 @@ def test_auto_loss_scale_follows_the_precision(name, strategy):
   state, said = create_and_listen(make(), auto, strategy=strategy)
   assert ("loss_scale" in state.metrics()) == (name in HALF)
   assert said == []
-  _, said = create_and_listen(make(), strategy=strategy)
+  shapes = jax.ShapeDtypeStruct(X.shape, X.dtype)
+  _, said = create_and_listen(make(), x=shapes, strategy=strategy)
   assert len(said) == (name in HALF)
   assert all("computes in float16" in text for text in said)
   # It may be restored for an evaluation, which needs no scale.
