@@ -132,12 +132,12 @@ def find_rank(
       with a center in a store, or an index or a number is wrong or missing.
   """
   if store_agn(config) is None:
-    for name, value in (("worker_id", worker_id), ("num_workers", num_workers)):
-      if value is not None:
-        raise ValueError(
-          f"{name}={value!r} needs an AGN with transport='store' in "
-          "config.wrappers: without it, the processes are one JAX program."
-        )
+    if worker_id is not None or num_workers is not None:
+      raise ValueError(
+        f"worker_id={worker_id!r} and num_workers={num_workers!r} need an AGN "
+        "with transport='store' in config.wrappers: without it, the processes "
+        "are one JAX program."
+      )
     return Rank()
   if jax.distributed.is_initialized():
     raise ValueError(

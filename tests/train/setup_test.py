@@ -142,7 +142,10 @@ def test_rank_is_found_in_the_environment():
   rank = devices.find_rank(config, 1, 3, start_timeout=5, environ=environ)
   assert rank == Rank(1, 3, 5.0)
   # Without AGN in a store, the variables are for JAX.
-  assert devices.find_rank(check(wrappers=()), environ=environ) == Rank()
+  compiled = check(wrappers=())
+  assert devices.find_rank(compiled, environ=environ) == Rank()
+  with pytest.raises(ValueError, match=r"worker_id=1 .*transport='store'"):
+    devices.find_rank(compiled, 1, environ=environ)
   for given, words in (
     ({"worker_id": 4, "num_workers": 4}, "process_id=4 .* num_processes=4"),
     ({"worker_id": 1}, "num_processes"),
