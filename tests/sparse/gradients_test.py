@@ -75,7 +75,10 @@ ONE_LOOKUP = {
   ),
   "padding row": (lambda t, b: total(t.at[0].set(0)[IDS], b), 5),
   "reshape": (lambda t, b: total(t.reshape(7, 1, 3)[IDS], b), 5),
-  "function of elements": (lambda t, b: total(jnp.tanh(t / 2)[IDS], b), 5),
+  "function of elements": (
+    lambda t, b: total(jax.lax.clamp(-0.5, jnp.sinh(t / 2), 0.5)[IDS], b),
+    5,
+  ),
   "uses without a gradient": (
     lambda t, b: total(t[IDS] * (t > 0).sum(), jax.lax.stop_gradient(t).sum()),
     5,
