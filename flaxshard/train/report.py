@@ -128,9 +128,8 @@ class _Events:
 
     # EventsWriter has no thread, unlike SummaryWriter. On a full disk that
     # thread dies, and the next write waits for it forever.
-    writer = event_file_writer.EventsWriter(os.path.join(workdir, "events"))
-    self._write_event = writer.write_event
-    self.flush, self.close = writer.flush, writer.close
+    path = os.path.join(workdir, "events")
+    self._writer = event_file_writer.EventsWriter(path)
     if first_step:
       # TensorBoard drops events at or after the step of a START event.
       self._write(first_step + 1, session_log={"status": "START"})
@@ -150,7 +149,18 @@ class _Events:
     from tensorboardX.proto import event_pb2
 
     event = event_pb2.Event(wall_time=time.time(), step=step, **content)
-    self._write_event(event)
+    self._writer.write_event(event)
+
+  def flush(self) -> None:
+    """Puts the events on disk."""
+    self._writer.flush()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._writer.close()
+    # In a bucket its end uploads once more: now, and not when a traceback that
+    # holds the run is collected, perhaps without a connection.
+    del self._writer
 
 
 def draw(config: Any, workdir: str) -> None:
