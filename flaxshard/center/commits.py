@@ -51,8 +51,8 @@ def find(objects: store.Objects) -> list[Key]:
   return [Key(int(m[1]), m[2], int(m[3])) for m in matches if m]
 
 
-class Exchange(store.Watch):
-  """The thread that exchanges a commit for the center that it comes into.
+class Exchange:
+  """The exchange of a commit for the center that it comes into, in a thread.
 
   Args:
     objects: The store.
@@ -62,6 +62,7 @@ class Exchange(store.Watch):
     on_written: Called when the commit is in the store.
 
   Attributes:
+    watch: The thread.
     written: Set once the commit is in the store.
     center: When the thread has ended, the center that the commit has come into;
       None if the run has ended.
@@ -77,14 +78,15 @@ class Exchange(store.Watch):
     base: heads.Center | None,
     on_written: Callable[[], None],
   ):
-    super().__init__(self._write_or_look)
     self.key = key
+    self.watch = store.Watch(self._write_or_look)
     self.written = threading.Event()
     self._objects = objects
     self._commit = commit
     self._base = base
     self._on_written = on_written
     self._begin = time.monotonic()
+    self.watch.start()
 
   def metrics(self, center: heads.Center) -> tuple[float, int, int]:
     """Returns seconds, versions in between, and workers of the result."""

@@ -217,7 +217,7 @@ def _open(url: str) -> Any:
   return ts.KvStore.open(spec, context=_CONTEXT)
 
 
-class Watch(threading.Thread):
+class Watch:
   """A thread that looks until it is closed, also while the store fails.
 
   Args:
@@ -229,12 +229,25 @@ class Watch(threading.Thread):
   """
 
   def __init__(self, look: Callable[[], float | None]):
-    # Not one of a pool, whose threads a program waits for at its end.
-    super().__init__(daemon=True)
     self._look = look
     self.wake = threading.Event()
     self._is_closed = False
     self._error: BaseException | None = None
+    # Not one of a pool, whose threads a program waits for at its end.
+    self._thread = threading.Thread(target=self._run, daemon=True)
+
+  def start(self) -> None:
+    """Starts the thread."""
+    self._thread.start()
+
+  def has_ended(self, wait: float = 0.0) -> bool:
+    """Returns whether the thread has ended.
+
+    Args:
+      wait: Seconds to wait for its end.
+    """
+    self._thread.join(wait)
+    return not self._thread.is_alive()
 
   def check(self) -> None:
     """Raises what has ended the thread."""
@@ -249,11 +262,10 @@ class Watch(threading.Thread):
     """
     self._is_closed = True
     self.wake.set()
-    if self.ident is not None:
-      self.join(seconds)
+    if self._thread.ident is not None:
+      self._thread.join(seconds)
 
-  def run(self) -> None:
-    """Looks until the end."""
+  def _run(self) -> None:
     least, most = _FAILED_PAUSES
     pause: float | None = 0.0
     try:

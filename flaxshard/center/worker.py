@@ -333,7 +333,7 @@ class Worker:
     end = time.monotonic() + _LAST_WRITE_SECONDS
     for exchange in self._exchanges.values():
       exchange.written.wait(max(end - time.monotonic(), 0.0))
-      exchange.close(0.0)
+      exchange.watch.close(0.0)
     self._merger.close()
 
   def __enter__(self) -> Self:
@@ -448,9 +448,9 @@ class Worker:
       name = f"{self.worker_id}-{self._members.start}"
       key = commits_lib.Key(fragment, name, commit["step"])
       wake = self._merger.watch.wake.set
-      exchange = Exchange(self._objects, key, commit, base, on_written=wake)
-      exchange.start()
-      self._exchanges[fragment] = exchange
+      self._exchanges[fragment] = Exchange(
+        self._objects, key, commit, base, on_written=wake
+      )
     self._examples[fragment] = 0.0
     return state
 
@@ -468,12 +468,13 @@ class Worker:
     wait = wait and fragment not in self._late
     end = time.monotonic() + (self._options.deadline if wait else 0.0)
     stops = False
-    while exchange.is_alive() and time.monotonic() < end:
-      exchange.join(_ASK_SECONDS)
+    has_ended = exchange.watch.has_ended()
+    while not has_ended and time.monotonic() < end:
+      has_ended = exchange.watch.has_ended(wait=_ASK_SECONDS)
       if self._ask() and not stops:
         stops, end = True, min(end, time.monotonic() + _LAST_WRITE_SECONDS)
-    if not exchange.is_alive():
-      exchange.check()
+    if has_ended:
+      exchange.watch.check()
       del self._exchanges[fragment]
       self._late.discard(fragment)
       if exchange.center is None:
@@ -496,7 +497,7 @@ class Worker:
     """Returns whether to stop; raises what has ended this worker."""
     self._merger.check()
     for exchange in self._exchanges.values():
-      exchange.check()
+      exchange.watch.check()
     return self._should_stop()
 
   # -- The end.
