@@ -178,9 +178,7 @@ class DistributedIterator:
     if self._finalizer is not None and self._prefetch is not None:
       # Runs its `stop` now, and no second time at garbage collection.
       self._finalizer()
-      # It may run in this very thread, at a garbage collection there.
-      if self._prefetch is not threading.current_thread():
-        self._prefetch.join(timeout)
+      self._prefetch.join(timeout)
     self._prefetch = self._finalizer = None
 
 
@@ -237,8 +235,8 @@ class _Item(NamedTuple):
   error: BaseException | None = None
 
 
-class _Prefetch(threading.Thread):
-  """A thread that reads up to `size` items ahead, until a read fails.
+class _Prefetch:
+  """Reads up to `size` items ahead in a thread, until a read fails.
 
   Grain's ThreadPrefetchIterDataset does not fit every iterable: it waits for
   ever, in `close` and at the end of the process, for a source that is stuck or
@@ -253,7 +251,6 @@ class _Prefetch(threading.Thread):
   """
 
   def __init__(self, read: Callable[[], _Item], size: int):
-    super().__init__(name="flaxshard-prefetch", daemon=True)
     self._read = read
     # SimpleQueues are written in C. The first one has an entry for each item
     # that may be read: it is a semaphore.
@@ -261,10 +258,14 @@ class _Prefetch(threading.Thread):
     self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
     for _ in range(size):
       self._places.put(None)
-    self._stop_requested = False
+    self._stopped = False
     # jax.enable_x64 is thread-local: pass its value on to the thread.
     self._x64 = jax.dtypes.canonicalize_dtype("int64") == "int64"
-    self.start()
+    self._thread = threading.Thread(
+      target=self._run, name="flaxshard-prefetch", daemon=True
+    )
+    _running.add(self)
+    self._thread.start()
 
   def get(self) -> _Item:
     """Returns the next item; waits until it is read."""
@@ -274,23 +275,31 @@ class _Prefetch(threading.Thread):
 
   def stop(self) -> None:
     """Asks the thread to end after its current read; does not wait."""
-    self._stop_requested = True
+    self._stopped = True
     # Wakes the thread if it waits for a place.
     self._places.put(None)
 
-  def run(self) -> None:
-    """Reads items."""
+  def join(self, timeout: float | None) -> None:
+    """Waits for the thread to end, some seconds or without a limit."""
+    # A finalizer may run in this very thread, which cannot wait for itself.
+    if self._thread is not threading.current_thread():
+      self._thread.join(timeout)
+
+  def _run(self) -> None:
     failed = False
     with jax.enable_x64(self._x64):
       while not failed:
         self._places.get()
         # The error wakes a reader that waits in `get`.
         closed = _Item(error=ValueError("the iterator was closed."))
-        item = closed if self._stop_requested else self._read()
+        item = closed if self._stopped else self._read()
         failed = item.error is not None
         self._items.put(item)
         # Else this variable would keep a batch alive during the next read.
         del item
+
+
+_running: weakref.WeakSet[_Prefetch] = weakref.WeakSet()
 
 
 # Exit handlers run in reverse order: this one runs before that of JAX, which
@@ -298,7 +307,7 @@ class _Prefetch(threading.Thread):
 @atexit.register
 def _stop_all(timeout: float = 2.0) -> None:
   deadline = time.monotonic() + timeout
-  prefetches = [t for t in threading.enumerate() if isinstance(t, _Prefetch)]
+  prefetches = list(_running)
   # Stop all before waiting for the first: they share the timeout.
   for prefetch in prefetches:
     prefetch.stop()
