@@ -152,7 +152,10 @@ def _map_rows(
     name = f"{where}: value[{trees.path_string(path)}]"
     if not is_per_replica(x):
       if of_shared is None:
-        raise ValueError(f"{name} must be a PerReplica, got {x!r}.")
+        raise ValueError(
+          f"{name} must be a PerReplica, got {x!r}: which replicas it would "
+          "count for is ambiguous."
+        )
       return of_shared(x)
     for rows in jax.tree.leaves(x.value):
       if np.shape(rows)[:1] != (replicas,):

@@ -207,9 +207,10 @@ def compiled_forms(
     owner, function, reference = fn.__self__, fn.__func__, weakref.WeakMethod
   key = id(owner), function
   if key not in _forms:
-    _forms[key] = {}
-    # The number of a dead object may be given to a new one.
+    # The number of a dead object may be given to a new one. First: it raises if
+    # the object takes no weak reference.
     weakref.finalize(owner, _forms.pop, key, None).atexit = False
+    _forms[key] = {}
   options = mesh, donate_argnums, reductions
   if options not in _forms[key]:
     _forms[key][options] = CompiledForms(*options, reference(fn))

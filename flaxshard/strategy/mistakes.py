@@ -84,10 +84,11 @@ def check_arguments(
     ):
       # Its examples, split over the replicas, would be taken for steps.
       raise ValueError(
-        f"run_steps: {leaf.argument} of shape {x.shape} is split over the "
-        "replicas along its first dimension, which is that of the steps. Pass "
-        "a list of batches, [batch], or arrays [steps, batch, ...] with the "
-        "sharding PartitionSpec(None, 'replica')."
+        f"run_steps: batches[{trees.path_string(leaf.path[2:])}] of shape "
+        f"{x.shape} is split over the replicas along its first dimension, "
+        "which is that of the steps. Pass a list of batches, [batch], or "
+        "arrays [steps, batch, ...] with the sharding PartitionSpec(None, "
+        "'replica')."
       )
     # Nobody has said how to split what is not on a mesh. jax.jit(...).lower
     # takes shapes without a sharding, which says nothing.

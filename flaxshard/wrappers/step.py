@@ -330,9 +330,15 @@ def split_loss(
   # None has the shape of a scalar.
   if is_pair != has_aux or loss is None or jnp.shape(loss) != wanted:
     kind = f"of the shape {wanted} of grad_loss" if wanted else "a scalar"
+    if is_pair != has_aux:
+      got = "a pair" if is_pair else "no pair"
+    elif loss is None:
+      got = "None (is `return` there?)"
+    else:
+      got = checks.describe(loss)
     raise checks.ArgumentTypeError(
       f"loss_fn must return the loss, {kind}, or (loss, aux) with "
-      f"has_aux=True; got {checks.describe(value)} with has_aux={has_aux}."
+      f"has_aux=True; got {got} with has_aux={has_aux}."
     )
   return loss, aux
 

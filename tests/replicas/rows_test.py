@@ -47,6 +47,14 @@ def reduce_all(strategy, op, ids, values, size, groups=None):
   return strategy.run(reduce, args=strategy.shard_batch((ids, values)))
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_of_integers_wrap_around_as_those_of_arrays_do(size):
+  ids, values = np.zeros((8, 1), int), np.full((8, 1, 2), 100, np.int8)
+  out = reduce_all(EIGHT, "sum", ids, values, size)
+  assert out.values.value.dtype == np.int8
+  assert np.asarray(out.values.value)[:, 0].tolist() == [[32, 32]] * 8
+
+
 @pytest.mark.parametrize("size", [LARGE, SMALL])
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_sum_has_the_rows_of_all_replicas(op, size):

@@ -115,6 +115,40 @@ def test_methods_of_two_objects_are_two_functions():
   assert [float(out[0][0]) for out in outs] == [2.0, 5.0]
 
 
+class Refused:
+  """Takes no weak reference."""
+
+  __slots__ = ("a", "b", "factor")
+
+  def __call__(self, x):
+    return x
+
+
+class Scale:
+  """Has the size of `Refused`, whose address it gets."""
+
+  __slots__ = ("__weakref__", "a", "factor")
+
+  def __init__(self, factor):
+    self.factor = factor
+
+  def __call__(self, x):
+    return self.factor * x
+
+
+def test_what_is_compiled_for_a_dead_callable_serves_no_other():
+  refused = [Refused() for _ in range(20)]
+  for fn in refused:
+    with pytest.raises(TypeError, match="weak reference"):
+      STRATEGY.run(fn, args=(ONES,))
+  del fn, refused
+  for first in (1.0, 100.0):
+    fns = [Scale(first + i) for i in range(20)]
+    for fn in fns:
+      assert float(STRATEGY.run(fn, args=(ONES,)).value[0, 0]) == fn.factor
+    del fn, fns
+
+
 # -- Arguments: their shardings, donation, lowering.
 
 

@@ -136,7 +136,7 @@ SHORTER = {**batch(1), "y": Y[1][:8]}
     (
       {"batches": sharded(STRATEGY, 0)},
       ValueError,
-      r"1/x .*\(16, 8\).* list",
+      r"batches\[x\] .*\(16, 8\).* list",
     ),
     ({"reduce": "max"}, ValueError, "reduce .*'max'"),
     ({"reduce": {"a": "sum"}}, ValueError, "Expected dict"),
