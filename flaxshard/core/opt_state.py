@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
@@ -27,7 +28,16 @@ def init(tx: Any, params: PyTree) -> PyTree:
   Args:
     tx: The optax optimizer.
     params: The parameters; the optimizer gets its `optimized_params`.
+
+  Raises:
+    TypeError: The parameters are a pair for `optax.lookahead`.
   """
+  if isinstance(params, optax.LookaheadParams):
+    # Its gradients are not a tree like the parameters.
+    raise TypeError(
+      "params must not be a pair for optax.lookahead. Give params.fast, and "
+      "EMA or AGN(outer_tx=...) as a wrapper, which keep slow parameters."
+    )
   return tx.init(gradients.optimized_params(params))
 
 

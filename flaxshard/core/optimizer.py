@@ -58,7 +58,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@functools.cache
+# Typed: a flag differs from the number 1.
+@functools.lru_cache(maxsize=None, typed=True)
 def named(name: str, **arguments: Any) -> optax.GradientTransformation:
   """Returns an optax optimizer by name.
 

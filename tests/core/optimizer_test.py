@@ -130,3 +130,17 @@ def test_mistakes(field, config, error, facts):
     create(**{field: config})
   for fact in [f"config.{field}", *facts]:
     assert fact in str(e.value)
+
+
+def by_type(learning_rate, flag):
+  return optax.sgd(learning_rate if flag is True else -learning_rate)
+
+
+def test_equal_arguments_of_other_types_give_other_optimizers():
+  name = f"{__name__}:by_type"
+  first, *others = (
+    optimizer.named(name, learning_rate=0.5, flag=flag) for flag in (True, 1, 1)
+  )
+  assert others[0] is others[1]
+  assert updates(first, 1)["bias"].tolist() == [-2.0, 0.0]
+  assert updates(others[0], 1)["bias"].tolist() == [2.0, 0.0]

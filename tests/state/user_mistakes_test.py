@@ -16,6 +16,7 @@ import flaxshard as fs
 DYNAMIC = (fs.LossScale("dynamic"),)
 STATS = {"mean": jnp.zeros(2)}
 GRADS = make_params()
+LOOKAHEAD = optax.LookaheadParams.init_synced(make_params())
 FLOAT0 = np.zeros(2, jax.dtypes.float0)
 PAIR = (1.0, "b/c")
 ADAM, LBFGS = optax.adam(0.1), optax.lbfgs()
@@ -139,6 +140,7 @@ MISTAKES = [
   ),
   (lambda: minimize(gate_gradients="grpah"), ValueError, ["'graph'"]),
   (lambda: minimize(gate_gradients=2), TypeError, ["'graph'"]),
+  (lambda: create(params=LOOKAHEAD), TypeError, ["params.fast"]),
   (lambda: create(tx=ADAM).get_slot("W", "m"), ValueError, ["'W'", "b/c, w"]),
   (lambda: create(tx=ADAM).get_slot(jnp.ones(2), "m"), ValueError, ["b/c"]),
   (lambda: create(tx=ADAM).get_slot("w", "mv"), ValueError, ["'m', 'v'"]),
