@@ -27,6 +27,7 @@ from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.checkpoint.reader import WRAPPER_STATES
 from flaxshard.core import multihost
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state.train_state import TrainState
@@ -117,6 +118,8 @@ def restore_step(
     ValueError: The leaves differ, or one was not restored as it was asked for;
       the message names the first path.
   """
+  if (mesh := items.mesh_of(state)) is not None:
+    compile_only.check_can_run("restore: state", mesh)
   saved = reader.open_step(where, plain_item)
   with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
     position = None if data is None else items.read_position(data, where)

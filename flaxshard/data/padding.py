@@ -13,6 +13,7 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.data import sharding
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
@@ -279,6 +280,7 @@ class Padder:
         p: jax.ShapeDtypeStruct(shapes[p], x.dtype, sharding=shardings[p])
         for p, x in arrays.items()
       }
+    compile_only.check_can_run("sharding a batch of arrays", self.mesh)
     # Lists: the order of a dict would be lost.
     out = jax.make_array_from_process_local_data(
       [shardings[path] for path in arrays],

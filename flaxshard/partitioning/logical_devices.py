@@ -18,6 +18,7 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.specs import Mesh
@@ -29,22 +30,27 @@ P = jax.sharding.PartitionSpec
 # -- All devices of a replica.
 
 
-def place(
-  mesh: Any, x: Any, partition_dimensions: Sequence[int] | None = None
-) -> jax.Array:
-  """Splits a tensor over all logical devices, or gives each a whole copy.
-
-  An existing split over the replicas stays, in dimensions that are not split
-  otherwise. See `Strategy.split_to_logical_devices` and
-  `replicate_to_logical_devices`.
-  """
+def split(mesh: Any, x: Any, partition_dimensions: Sequence[int]) -> jax.Array:
+  """Splits a tensor; see `Strategy.split_to_logical_devices`."""
   x = _as_array("tensor", x)
-  if partition_dimensions is None:
-    method, spec = "replicate_to_logical_devices", P(*[None] * x.ndim)
-  else:
-    method = "split_to_logical_devices"
-    spec = partition_spec(mesh, x.shape, partition_dimensions)
+  spec = partition_spec(mesh, x.shape, partition_dimensions)
+  return _place("split_to_logical_devices", mesh, x, spec)
+
+
+def replicate(mesh: Any, x: Any) -> jax.Array:
+  """Replicates a tensor; see `Strategy.replicate_to_logical_devices`."""
+  x = _as_array("tensor", x)
+  spec = P(*[None] * x.ndim)
+  return _place("replicate_to_logical_devices", mesh, x, spec)
+
+
+def _place(method: str, mesh: Any, x: Any, spec: P) -> jax.Array:
+  """Splits a tensor over all logical devices, or over none.
+
+  An existing split over the replicas stays, in dimensions that `spec` leaves.
+  """
   if _is_concrete(x):
+    compile_only.check_can_run(method, mesh)
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
   mesh = _mesh_of_trace(method, mesh)
   is_auto = mesh.axis_types[0] == jax.sharding.AxisType.Auto
@@ -103,6 +109,7 @@ def on_device(
   )
   if not _is_concrete(*jax.tree.leaves(args)):
     return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
+  compile_only.check_can_run(method, mesh)
   # Auto axes: eager computations on a part of the devices cannot enter the
   # context that Explicit axes need.
   devices = mesh.devices.reshape(mesh.devices.shape[0], -1)[:, index]

@@ -111,6 +111,9 @@ def put(
     compare: Whether JAX compares the values of all processes, with one exchange
       for each call.
   """
+  # In a trace nothing is moved: the program may be for other devices.
+  if not isinstance(x, jax.core.Tracer):
+    compile_only.check_can_run("putting an array on the mesh", sharding.mesh)
   if sharding.is_fully_addressable:
     return jax.device_put(x, sharding)
   if isinstance(x, jax.Array) and not x.is_fully_addressable:

@@ -44,10 +44,9 @@ class Topology:
     num_slices: An int.
 
   Raises:
-    ValueError: An array has the wrong shape, coordinates are outside of the
-      mesh, two devices have the same place, or `num_slices` does not divide
-      the z length.
-    TypeError: A value is not an integer.
+    ValueError: Coordinates are outside of the mesh, two devices have the same
+      place, or `num_slices` does not divide the z length.
+    TypeError: An array has the wrong shape, or a value is not an integer.
 
   Example:
     >>> topology = Topology((2, 2, 1, 2))
@@ -232,9 +231,8 @@ class Topology:
       number of the device within the task.
 
     Raises:
-      ValueError: The shape is wrong, or coordinates are outside of the mesh or
-        have no device.
-      TypeError: They are not integers.
+      ValueError: Coordinates are outside of the mesh, or have no device.
+      TypeError: The shape is wrong, or they are not integers.
     """
     at = coordinates_lib.in_mesh(argument, coordinates, ndim, self.mesh_shape)
     numbers = self._device_numbers[tuple(np.moveaxis(at, -1, 0))]

@@ -86,14 +86,7 @@ class CompiledForms:
         ]
       )
     ):
-      if compile_only.is_compile_only(self.mesh):
-        raise ValueError(
-          f"run: the mesh has {self.mesh.size} devices of the kind "
-          f"{self.mesh.devices.flat[0].device_kind!r} that exist for "
-          "compiling alone, and run nothing. Strategy.jit(fn).lower works, "
-          "with jax.ShapeDtypeStructs; to run, create the Strategy from the "
-          "devices of this machine."
-        )
+      compile_only.check_can_run("run", self.mesh)
       leaves, placed, jitted = self._prepare(args, kwargs)
       # An array that had to be moved will be moved in the next call too.
       move = [

@@ -492,7 +492,7 @@ class Strategy:
     References:
       `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
     """
-    return logical_devices.place(self.mesh, tensor, partition_dimensions)
+    return logical_devices.split(self.mesh, tensor, partition_dimensions)
 
   def replicate_to_logical_devices(self, tensor: Any) -> jax.Array:
     """Puts a whole copy of a tensor on each logical device of a replica.
@@ -506,7 +506,7 @@ class Strategy:
     References:
       `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
     """
-    return logical_devices.place(self.mesh, tensor)
+    return logical_devices.replicate(self.mesh, tensor)
 
   def assign_to_logical_device(
     self, tensor: Any, logical_device_id: int

@@ -84,6 +84,11 @@ def test_partition_on_given_axes(axes, pieces, spec):
   assert str(pieces) in str(e.value) and str(axes) in str(e.value)
 
 
+def test_a_split_needs_numbers():
+  with pytest.raises(TypeError):
+    S.split_to_logical_devices(np.ones((4, 2)), None)
+
+
 # -- split and replicate.
 
 
