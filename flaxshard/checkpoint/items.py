@@ -182,15 +182,17 @@ def position_of(data: Any) -> dict[str, Any]:
   # An error in the middle of a save would make Orbax hang at the exit.
   with multihost.raise_on_all_processes(TypeError, ValueError):
     state = data.get_state()
-    if isinstance(state, bytes):
-      state = state.decode("latin-1")  # a character for each byte
-    text = json.dumps(state)
+    is_bytes = isinstance(state, bytes)
+    # A character for each byte.
+    text = json.dumps(state.decode("latin-1") if is_bytes else state)
   if _is_global(data):
     multihost.check_agreement(
       {"the position of data, although position_is_global": text}
     )
-    return {"positions": [json.loads(text)]}
-  return {"positions": [json.loads(x) for x in multihost.exchange(text)]}
+    texts = [text]
+  else:
+    texts = multihost.exchange(text)
+  return {"positions": [json.loads(x) for x in texts], "is_bytes": is_bytes}
 
 
 def read_position(data: Any, step_dir: Any) -> Any:
@@ -210,6 +212,17 @@ def read_position(data: Any, step_dir: Any) -> Any:
     raise ValueError(
       f"{step_dir} has no {step_files.POSITION}: the position of the data."
     )
+  is_bytes = isinstance(data.get_state(), bytes)
+  # Of Grain's own handler, which writes a file for each process.
+  if files := sorted(item_dir.glob("process_*.json")):
+    name = f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+    if item_dir / name not in files:
+      raise ValueError(
+        f"{item_dir} has no {name}: it is of another number of processes, "
+        f"{', '.join(file.name for file in files)}."
+      )
+    text = (item_dir / name).read_text()
+    return text.encode() if is_bytes else json.loads(text)
   content = step_files.read_json(item_dir / step_files.JSON)
   positions = content.get("positions", ())
   if len(positions) != (1 if _is_global(data) else jax.process_count()):
@@ -220,7 +233,11 @@ def read_position(data: Any, step_dir: Any) -> Any:
       "number of processes."
     )
   position = positions[0 if _is_global(data) else jax.process_index()]
-  is_bytes = isinstance(data.get_state(), bytes)
+  if content.get("is_bytes") != is_bytes:
+    raise ValueError(
+      f"{item_dir} has the position of another iterator than data: one of them "
+      "is bytes, the other one is not."
+    )
   return position.encode("latin-1") if is_bytes else position
 
 

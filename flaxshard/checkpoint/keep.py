@@ -101,7 +101,12 @@ class Keep(checkpoint_managers.PreservationPolicy):
     """
     numbers: dict[str, float | None] = {}
     for name, value in metrics.items():
-      number = math.nan if value is None else float(value)
+      try:
+        number = math.nan if value is None else float(value)
+      except (TypeError, ValueError) as e:
+        raise checks.ArgumentTypeError(
+          f"metrics[{name!r}] must be a number, got {value!r}."
+        ) from e
       numbers[name] = number if math.isfinite(number) else None
     # Without any, as between evaluations, a checkpoint is not ranked.
     if numbers and self.best_metric and self.best_metric not in numbers:

@@ -108,7 +108,7 @@ def by_name(leaves: Mapping[Path, _T]) -> dict[str, _T]:
   named = {}
   for path, leaf in leaves.items():
     is_param = has_collections and path[:1] in _PARAMS
-    named["/".join(reader.unboxed(path)[int(is_param) :])] = leaf
+    named["/".join(reader.unboxed(path[int(is_param) :]))] = leaf
   return named
 
 

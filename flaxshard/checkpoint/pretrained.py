@@ -212,7 +212,13 @@ def _open(
     _, (where, leaves) = steps.read(
       path, step, lambda where: (where, reader.open_step(where, item))
     )
-  below = reader.below(leaves, tuple(filter(None, subtree.split("/"))))
+  # Keys may have slashes, as those of Haiku have.
+  below = {
+    path[n:]: leaf
+    for path, leaf in leaves.items()
+    for n in range(len(path))
+    if "/".join(path[:n]) == subtree.strip("/")
+  }
   if not below:
     tops = ", ".join({path[0]: None for path in leaves})
     raise ValueError(

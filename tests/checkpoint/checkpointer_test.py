@@ -5,6 +5,7 @@ import logging
 import os
 
 import checkpoint_states as states
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,7 +121,10 @@ def test_data_continues_from_the_saved_position(tmp_path):
     # The save is asynchronous, its position that of the call.
     assert take(iterator, 2) == whole[4:6]
   file = tmp_path / "4" / "input_iterator" / "metadata"
-  assert json.loads(file.read_text()) == {"positions": [position]}
+  assert json.loads(file.read_text()) == {
+    "positions": [position],
+    "is_bytes": False,
+  }
   fresh = make_iterator()
   with fs.Checkpointer(tmp_path) as checkpointer:
     restored = checkpointer.restore(states.weights(), data=fresh)
@@ -137,6 +141,32 @@ def test_custom_iterator_is_restored(tmp_path, position):
     counter = states.Counter(b"" if isinstance(position, bytes) else None)
     checkpointer.restore(states.weights(), data=counter)
   assert counter.position == position
+
+
+def test_a_position_of_another_kind_is_refused(tmp_path):
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, states.weights(), data=states.Counter(b"1"))
+    with pytest.raises(ValueError, match=r"another iterator.*bytes"):
+      checkpointer.restore(states.weights(), data=states.Counter(None))
+
+
+def test_a_position_that_grain_has_saved_is_restored(tmp_path):
+  dataset = grain.MapDataset.range(9).to_iter_dataset()
+  iterator, state = iter(dataset), states.weights()
+  assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+  plain = {name: getattr(state, name) for name in ("step", "params")}
+  with ocp.CheckpointManager(tmp_path) as manager:
+    manager.save(
+      1,
+      args=ocp.args.Composite(
+        default=ocp.args.StandardSave({**plain, "opt_state": state.opt_state}),
+        input_iterator=grain.checkpoint.CheckpointSave(iterator),
+      ),
+    )
+  fresh = iter(dataset)
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.restore(state, data=fresh)
+  assert next(fresh) == 3
 
 
 # Several states, as of a GAN.

@@ -92,7 +92,7 @@ MISTAKES = [
   ),
   (save(lambda: create(size=2), 3), ValueError, ["params/w"]),
   (save(lambda: create(wrappers=[]), 3), ValueError, ["loss_scale/"]),
-  (save(create, metrics={"loss": "a"}), ValueError, ["'a'"]),
+  (save(create, metrics={"loss": "a"}), TypeError, ["['loss']", "'a'"]),
   (open_with(max_to_keep=0), ValueError, ["max_to_keep", "0"]),
   (open_with(max_to_keep=1, keep_every=2.0), ValueError, ["keep_every", "2.0"]),
   (open_with(best_mode="min"), ValueError, ["best_metric"]),

@@ -156,6 +156,9 @@ W, V = numbers(8, 16), numbers(4, 4, 8)
     # The kept path exists in the file too: it needs no `ignore`.
     ({"a": W, "b": V}, {"keep": ["b"]}, {"a": W, "b": 0 * W}, ("b",)),
     ({"a": {"b": {"c": W}}, "d": V}, {"subtree": "a/b"}, {"c": W}, ()),
+    ({"a": {"b/c": {"d": W}}}, {"subtree": "/a/b/c"}, {"d": W}, ()),
+    # No box of NNX.
+    ({"params": {"value": W}}, {}, {"value": W}, ()),
     ({"a": W}, {"transpose": [("a", (1, 0))]}, {"a": W.T}, ()),
     # The first pattern counts.
     (
