@@ -62,7 +62,9 @@ def report_mistakes(verbose: bool = False, hint: str = "") -> Iterator[None]:
   try:
     yield
   except _MISTAKES as error:
-    if verbose or not _is_raised_by_flaxshard(error):
+    # A note names the config whose code has raised it.
+    is_noted = hasattr(error, "__notes__")
+    if verbose or is_noted or not _is_raised_by_flaxshard(error):
       raise
     code = 1
     message = f"flaxshard: {error}{hint}"

@@ -31,6 +31,7 @@ import numpy as np
 import optax
 
 from flaxshard import tasks
+from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import trees
 from flaxshard.core.version import VERSION
@@ -93,6 +94,8 @@ def export(
     https://docs.jax.dev/en/latest/export/export.html
     https://huggingface.co/docs/safetensors
   """
+  if batch_size is not None:
+    checks.integer("batch_size", batch_size, minimum=1)
   # Found before the export, which takes a while.
   try:
     import flatbuffers  # noqa: F401

@@ -103,8 +103,10 @@ def _initialize(init_from: Any, state: TrainState) -> TrainState:
   if arguments["step"] < 0:
     arguments["step"] = None
   arguments["item"] = arguments["item"] or None
-  new, _ = checkpoint.init_from(state, **arguments)
-  return new
+  try:
+    return checkpoint.init_from(state, **arguments)[0]
+  except ValueError as e:
+    raise ValueError(f"config.init_from: {e}") from e
 
 
 # To use its model.
@@ -219,14 +221,12 @@ def load(
     >>> logits = loaded.predict({"inputs": images})  # doctest: +SKIP
   """
   workdir = files.absolute(workdir)
-  values, shapes = (
-    same_run.read_json(workdir, name)
-    for name in (same_run.CONFIG_FILE, same_run.DATA_FILE)
-  )
+  values = same_run.read_json(workdir, same_run.CONFIG_FILE)
+  shapes = same_run.read_json(workdir, same_run.DATA_FILE)
   if values is None or shapes is None:
+    missing = same_run.CONFIG_FILE if values is None else same_run.DATA_FILE
     raise ValueError(
-      f"workdir={workdir!r} is not the workdir of a run: it has no config.json "
-      "or no data.json."
+      f"workdir={workdir!r} is not the workdir of a run: there is no {missing}."
     )
   # JSON has lists for the tuples of the config.
   config = config_lib.check(registry.to_plain(values))

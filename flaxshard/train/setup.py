@@ -83,6 +83,10 @@ class Setup:
     loaded = load.load(config, task, shapes_only=shapes_only, known=known)
     self.task, self.shapes = loaded.task, loaded.shapes
     self.splits = loaded.splits
+    if self.splits is not None:
+      sources.check_batch_size(
+        "config.batch_size", config.batch_size, self.splits
+      )
     self.batch_size = config.batch_size // rank.num_workers
     tx, self.schedule = optimizer.create(config)
     self.abstract_state, self.create_state = creation_lib.plan_state(

@@ -121,11 +121,23 @@ def test_a_mistake_is_named_in_one_line(path, argument, facts, capsys):
     assert fact in message, message
 
 
-def test_an_error_of_a_config_file_keeps_its_traceback(path):
-  path.write_text("def get_config():\n  raise ValueError('mine')")
-  with pytest.raises(ValueError, match="mine") as e:
+@pytest.mark.parametrize(
+  ("code", "error", "message"),
+  [
+    ("raise ValueError('mine')", ValueError, "mine"),
+    ("import flaxshard as f; f.LossScale(-1)", ValueError, "scale .*-1"),
+    ("import no_such_package", ModuleNotFoundError, "no_such_package"),
+  ],
+)
+def test_an_error_of_a_config_file_keeps_its_traceback(
+  path, code, error, message
+):
+  path.write_text(f"def get_config():\n  {code}")
+  with pytest.raises(error, match=message) as e:
     parse(f"--config={path}", "--workdir=w")
-  assert (str(e.traceback[-1].path), e.traceback[-1].lineno) == (str(path), 1)
+  lines = [(str(entry.path), entry.lineno) for entry in e.traceback]
+  assert (str(path), 1) in lines
+  assert e.value.__notes__ == [f"in the config {path}"]
 
 
 def interrupt():

@@ -127,6 +127,8 @@ def test_a_model_that_needs_a_fixed_batch_size_says_so(tmp_path):
   with pytest.raises(ValueError, match=r"batch_size=1") as e:
     fs.export(state, tmp_path, example=example)
   assert "any number of examples" in str(e.value)
+  with pytest.raises(ValueError, match=r"batch_size .*0"):
+    fs.export(state, tmp_path, example=example, batch_size=0)
   description = fs.export(state, tmp_path, example=example, batch_size=4)
   assert description["outputs"]["shape"] == [4, 10]
 

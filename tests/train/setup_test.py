@@ -270,7 +270,7 @@ def test_invalid_configs_raise_with_the_field(fields, facts):
 
 def test_a_batch_of_more_than_all_examples_raises():
   with pytest.raises(ValueError, match=r"batch_size=5000 .*1437"):
-    create_setup(batch_size=5000).open_train_batches()
+    create_setup(batch_size=5000)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import importlib
 import pathlib
@@ -53,7 +53,8 @@ def read(name: str) -> ml_collections.ConfigDict:
       f"config {place} has no function get_config(), which returns the config."
       f"{checks.did_you_mean('get_config', module)}"
     )
-  config = get_config(*arguments)
+  with _running(place):
+    config = get_config(*arguments)
   if not registry.is_dict(config):
     raise ValueError(
       f"config {place}: get_config() returns {config!r}; it must return the "
@@ -84,6 +85,20 @@ def _paths() -> dict[str, pathlib.Path]:
   return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
+@contextlib.contextmanager
+def _running(place: str) -> Iterator[None]:
+  """Names the config in what its code raises, whoever raises it there."""
+  try:
+    yield
+  except Exception as e:
+    if isinstance(e, ModuleNotFoundError) and f"{place}.".startswith(
+      f"{e.name}."
+    ):
+      raise ValueError(f"config {place}: {e}") from e
+    e.add_note(f"in the config {place}")
+    raise
+
+
 def _load(place: str) -> dict[str, Any]:
   """Runs the file or module of a config, and returns its attributes."""
   path = pathlib.Path(place).expanduser()
@@ -92,14 +107,13 @@ def _load(place: str) -> dict[str, Any]:
   if not is_path:
     path = _paths().get(place, path)
   if path.is_file():
-    return runpy.run_path(str(path), run_name=f"config_{path.stem}")
+    with _running(place):
+      return runpy.run_path(str(path), run_name=f"config_{path.stem}")
   if path.is_dir():
     raise ValueError(f"config {path} is a folder, not a file.")
   if not is_path and "." in place:
-    try:
+    with _running(place):
       return vars(importlib.import_module(place))
-    except ImportError as e:
-      raise ValueError(f"config {place}: {e}") from e
   # A file nearby, or a name: "digits.py" may stand for "digits".
   hint = checks.did_you_mean(
     str(path), [*map(str, path.parent.glob("*.py")), *_paths()]
