@@ -37,7 +37,7 @@ def in_mesh(
   if not has_shape or array.dtype.kind not in "iu":
     raise checks.ArgumentTypeError(
       f"{argument} must be integers in {ndim} dimensions, the last of x, y, "
-      f"z and core, got {checks.describe(value)}."
+      f"z and core, got {array.dtype}{list(array.shape)}."
     )
   outside = (array < 0) | (array >= np.array(mesh_shape))
   condition = f"must be at least 0 and below the mesh's {list(mesh_shape)}"

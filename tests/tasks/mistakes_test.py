@@ -109,7 +109,7 @@ NO_SCALAR = with_result(lambda loss, aux: (aux.metrics["loss"], aux))
     (NO_TUPLE, TypeError, r"Changed.init_inputs .*tuple.*float32\[1,2\]"),
     (NO_ROWS, ValueError, r"Changed.load_data.* collate .*\[2\]"),
     (NO_AUX, TypeError, "loss .*Aux"),
-    (NO_SCALAR, ValueError, r"scalar.*f32\[8\]"),
+    (NO_SCALAR, ValueError, r"scalar.*float32\[8\]"),
     (with_attributes(load_data=None), ValueError, "config.data is missing"),
   ],
 )
