@@ -312,7 +312,12 @@ def _take(x: Any, lookup: _Lookup) -> Any:
   """Returns the rows of a table, or of an array beside it."""
   if isinstance(x, _Table):
     return x.rows(lookup)
-  return x.at[lookup.read].get(mode="clip") if np.ndim(x) else x
+  if not np.ndim(x):
+    return x
+  rows = x.at[lookup.read].get(mode="clip")
+  # Where JAX drops the gradient of the table's row, it drops this one too.
+  is_used = (lookup.used < len(x)).reshape(-1, *[1] * (rows.ndim - 1))
+  return jnp.where(is_used, rows, lax.stop_gradient(rows))
 
 
 def _elementwise(eqn: Any, args: Sequence[Any]) -> _Table | None:

@@ -219,6 +219,14 @@ def test_vmap_of_a_step_gives_rows_of_each_example():
     np.testing.assert_array_equal(dense(one), want[i])
 
 
+def test_an_array_beside_a_table_has_its_gradient():
+  params = {"t": TABLE, "u": jnp.cos(TABLE)}
+  fn = lambda p: total((p["t"] * p["u"])[IDS], BIAS)
+  _, grads = create(params, ["t"]).value_and_grad(fn)
+  wanted = jax.grad(fn)(params)["u"]
+  np.testing.assert_allclose(grads["u"], wanted, rtol=1e-6)
+
+
 def program(rng, depth):
   """Returns a random function of a table and a bias."""
   if not depth:
