@@ -284,9 +284,9 @@ def _put_center(
   return _with_leaves(state, arrays, versions=versions, **fields)
 
 
-def with_newest_center(objects: store.Objects, state: S) -> S:
-  """Returns the state with the center in the store, and its slots."""
-  for fragment, head in enumerate(heads.read(objects).heads):
+def with_center(objects: store.Objects, found: heads.Heads, state: S) -> S:
+  """Returns the state with the center that heads name, and its slots."""
+  for fragment, head in enumerate(found.heads):
     center = heads.read_center(objects, fragment, head, slots=True)
     state = _put_center(state, center)
   return state

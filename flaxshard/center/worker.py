@@ -400,7 +400,8 @@ class Worker:
       local_step: The step from which local steps go on, from the center; None:
         they stay as they are.
     """
-    state = train_states.with_newest_center(self._objects, state)
+    found = heads.read(self._objects)
+    state = train_states.with_center(self._objects, found, state)
     if local_step is None:
       return state
     missed = local_step - int(train_states.find(state)[1].local_step)

@@ -316,7 +316,7 @@ def _find_final_center(
     found = heads.read(objects, has_begun=False)
     if found.finished and found.versions != versions:
       _log.warning("step %d is older than the final center in %s", number, url)
-      return found.step, train_states.with_newest_center(objects, state)
+      return found.step, train_states.with_center(objects, found, state)
   return None
 
 
