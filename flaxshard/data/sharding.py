@@ -26,6 +26,9 @@ Array = np.ndarray | jax.Array | jax.ShapeDtypeStruct
 OVER_REPLICAS = P(mesh_lib.REPLICA)
 
 
+# Cached: every batch needs the pipelines, and a mesh may have thousands of
+# devices.
+@functools.cache
 def _replicas_by_process(mesh: jax.sharding.Mesh) -> dict[int, tuple[int, ...]]:
   """Returns the replicas of which each process has devices."""
   axis = mesh.axis_names.index(mesh_lib.REPLICA)
@@ -35,7 +38,6 @@ def _replicas_by_process(mesh: jax.sharding.Mesh) -> dict[int, tuple[int, ...]]:
   return {p: tuple(sorted(r)) for p, r in sorted(replicas.items())}
 
 
-# Cached: a mesh may have thousands of devices.
 @functools.cache
 def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
   """Returns the replicas that each input pipeline feeds.
