@@ -194,9 +194,7 @@ class Plan:
     sent = sum(n * c.link_bytes for n, c in pairs)
     first = group[0]
     lines = list(dict.fromkeys(c.source for c in group if c.source))
-    shown = "".join(lines[:1])
-    if len(lines) > 1:
-      shown += f" and {len(lines) - 1} more"
+    shown = checks.listed(lines, most=1)
     return sent, (
       first.kind,
       ", ".join(first.axes) or "other groups",
