@@ -1,4 +1,4 @@
-"""What ends a run before its last step, but for signals: its own numbers.
+"""Ends a run early by its numbers: divergence, and early stopping.
 
 A run that diverges raises. One whose evaluations no longer improve ends well.
 """
@@ -78,10 +78,11 @@ class Watch:
         f"after step {step}{': ' if paths else '.'}{', '.join(paths)}",
       )
     self.is_stalled = False
-    rules = [w.rule for w in state.wrappers if isinstance(w, LossScale)]
+    found = [w.rule for w in state.wrappers if isinstance(w, LossScale)]
+    # A fixed scale skips no step, and "auto" may have found nothing to scale.
+    rules = [rule for rule in found if isinstance(rule, DynamicLossScale)]
     scale = state.wrapper_states.get(LossScale.name)
-    # "auto" may have found nothing to scale, and a fixed scale skips no step.
-    if not scale or not isinstance(rules[0], DynamicLossScale):
+    if not rules or not scale:
       return
     # On the host: an operation on the devices would be one of all processes.
     if float(scale.scale) > np.float32(rules[0].min_scale):

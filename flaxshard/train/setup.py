@@ -125,7 +125,7 @@ class Setup:
 
   @functools.cached_property
   def _batch_specs(self) -> dict[str, P]:
-    """How each array of a batch is split over the devices, by key."""
+    """The PartitionSpec of each array of a batch, by key."""
     example = self.shapes.example
     specs = {key: P(mesh_lib.REPLICA) for key in example}
     # Each replica splits its own part of the batch dimension.
