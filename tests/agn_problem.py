@@ -19,7 +19,10 @@ PARAMS = {
   "t": RNG.normal(size=(2, 3, 9)).astype(np.float32),
 }
 SCALES = {k: RNG.uniform(0.5, 2.0, p.shape) for k, p in PARAMS.items()}
-TARGETS = {k: RNG.normal(size=(8, *p.shape)) for k, p in PARAMS.items()}
+TARGETS = {
+  k: RNG.normal(size=(8, *p.shape)).astype(np.float32)
+  for k, p in PARAMS.items()
+}
 
 # By bytes: "b" has 12, "s" 4, "t" 216 and "w" 320.
 FRAGMENTS = {
@@ -29,16 +32,12 @@ FRAGMENTS = {
 }
 
 OPTIMIZERS = {
-  "sgd": (optax.sgd(0.1), agn_reference.SGD(0.1)),
-  "momentum": (
-    optax.sgd(0.05, momentum=0.9, nesterov=True),
-    agn_reference.SGD(0.05, 0.9, True),
-  ),
-  "adam": (optax.adam(0.05), agn_reference.Adam(0.05)),
-  "clipped": (
-    optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    agn_reference.Clipped(1.0, agn_reference.SGD(0.1)),
-  ),
+  "sgd": optax.sgd(0.1),
+  "momentum": optax.sgd(0.05, momentum=0.9, nesterov=True),
+  "adam": optax.adam(0.05),
+  # Another rate for each count.
+  "schedule": optax.adam(optax.exponential_decay(0.4, 1, 0.6)),
+  "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
 }
 
 
@@ -47,10 +46,8 @@ def strategy_of(replicas):
   return fs.Strategy(devices=jax.devices()[:replicas])
 
 
-def create(strategy, wrapper, tx, params=PARAMS, wrappers=()):
-  return quadratic_states.create(
-    [*wrappers, wrapper], tx, params, strategy=strategy
-  )
+def create(strategy, wrapper, tx):
+  return quadratic_states.create([wrapper], tx, PARAMS, strategy=strategy)
 
 
 def loss_fn(params, targets):
@@ -69,19 +66,17 @@ def step_alone(state, targets):
 
 
 def grad_fn(i, params):
-  return {
-    k: SCALES[k] * (p - TARGETS[k][i].astype(np.float32))
-    for k, p in params.items()
-  }
+  return {k: SCALES[k] * (p - TARGETS[k][i]) for k, p in params.items()}
+
+
+def targets_of_replica(i):
+  return {k: t[i] for k, t in TARGETS.items()}
 
 
 @functools.cache
 def targets_of(strategy):
   return strategy.distribute_values_from_function(
-    lambda context: {
-      k: t[context.replica_id_in_sync_group].astype(np.float32)
-      for k, t in TARGETS.items()
-    }
+    lambda context: targets_of_replica(context.replica_id_in_sync_group)
   )
 
 
@@ -101,41 +96,31 @@ def assert_close(state, wanted, rtol=2e-5, atol=2e-5):
   assert int(agn.commits) == wanted.commits
 
 
-def groups_of(wrapper):
-  """Returns the parameters of each fragment, and the step of its commit."""
+def reference(wrapper, tx, replicas):
+  """Returns the reference, with the fragments of a store as its groups."""
   period = wrapper.communication_period
   count = getattr(wrapper.transport, "fragments", 1)
-  numbers = FRAGMENTS[count]
-  return [
+  groups = [
     (
-      tuple(name for name in PARAMS if numbers[name] == f),
+      tuple(name for name in PARAMS if FRAGMENTS[count][name] == f),
       (f + 1 - count) * (period // count) % period,
     )
     for f in range(count)
   ]
+  return agn_reference.AGN(PARAMS, tx, wrapper, replicas, groups)
 
 
-def reference(wrapper, opt, replicas, outer=None):
-  return agn_reference.AGN(
-    PARAMS,
-    opt,
-    replicas,
-    wrapper.communication_period,
-    wrapper.commit,
-    outer,
-    wrapper.commit_delta,
-    groups_of(wrapper),
-    getattr(wrapper.transport, "delay", 0),
-    getattr(wrapper.transport, "blend", 0.0),
-  )
-
-
-def compare(wrapper, tx, opt, *, replicas=8, steps=7, outer=None):
-  strategy = strategy_of(replicas)
+def compare(wrapper, tx, *, replicas=8, steps=7):
+  """Compares every step; without a strategy if `replicas` is None."""
+  if replicas is None:
+    strategy, targets = None, targets_of_replica(0)
+    run = jax.jit(step, donate_argnums=0)
+  else:
+    strategy = strategy_of(replicas)
+    targets = targets_of(strategy)
+    run = strategy.jit(step, donate_argnums=0)
   state = create(strategy, wrapper, tx)
-  wanted = reference(wrapper, opt, replicas, outer)
-  run = strategy.jit(step, donate_argnums=0)
-  targets = targets_of(strategy)
+  wanted = reference(wrapper, tx, replicas or 1)
   for _ in range(steps):
     state, _ = run(state, targets)
     wanted.take(grad_fn)

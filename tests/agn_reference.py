@@ -1,63 +1,16 @@
-"""AGN in NumPy, as a reference for the tests: float64, one loop."""
+"""AGN as a loop over replicas, as a reference for the tests."""
 
+import functools
+
+import jax
 import numpy as np
+import optax
 
 
-class SGD:
-  """SGD with momentum, `optax.sgd`."""
-
-  def __init__(self, rate, momentum=0.0, nesterov=False):
-    self.rate, self.momentum, self.nesterov = rate, momentum, nesterov
-
-  def init(self, params):
-    return {k: np.zeros_like(p) for k, p in params.items()}
-
-  def apply(self, params, slots, grads):
-    slots = {k: self.momentum * slots[k] + g for k, g in grads.items()}
-    step = slots
-    if self.nesterov:
-      step = {k: g + self.momentum * slots[k] for k, g in grads.items()}
-    return {k: p - self.rate * step[k] for k, p in params.items()}, slots
-
-
-class Adam:
-  """Adam, `optax.adam(rate)`. A schedule gets the number of updates so far."""
-
-  def __init__(self, rate):
-    self.rate = rate if callable(rate) else lambda count: rate
-
-  def init(self, params):
-    zeros = {k: np.zeros_like(p) for k, p in params.items()}
-    return zeros, dict(zeros), 0
-
-  def apply(self, params, slots, grads):
-    m, v, count = slots
-    m = {k: 0.9 * m[k] + 0.1 * g for k, g in grads.items()}
-    v = {k: 0.999 * v[k] + 0.001 * g**2 for k, g in grads.items()}
-    rate, count = self.rate(count), count + 1
-    new = {
-      k: p
-      - rate
-      * (m[k] / (1 - 0.9**count))
-      / (np.sqrt(v[k] / (1 - 0.999**count)) + 1e-8)
-      for k, p in params.items()
-    }
-    return new, (m, v, count)
-
-
-class Clipped:
-  """Clipping by the global norm, followed by another optimizer."""
-
-  def __init__(self, norm, inner):
-    self.norm, self.inner = norm, inner
-    self.init = inner.init
-
-  def apply(self, params, slots, grads):
-    norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
-    factor = min(1.0, self.norm / norm)
-    return self.inner.apply(
-      params, slots, {k: g * factor for k, g in grads.items()}
-    )
+@functools.partial(jax.jit, static_argnums=0)
+def update(tx, params, slots, grads):
+  updates, slots = tx.update(grads, slots, params)
+  return optax.apply_updates(params, updates), slots
 
 
 class AGN:
@@ -67,34 +20,19 @@ class AGN:
   remainder of the steps at which they are: `[(names, remainder)]`.
   """
 
-  def __init__(
-    self,
-    params,
-    opt,
-    replicas,
-    period,
-    commit,
-    outer=None,
-    delta=False,
-    groups=None,
-    delay=0,
-    blend=0.0,
-  ):
-    self.opt, self.outer = opt, outer or opt
-    self.period, self.commit, self.delta = period, commit, delta
-    self.groups = groups or [(tuple(params), 0)]
-    self.delay, self.blend = delay, blend
-    self.center = {k: np.array(p, np.float64) for k, p in params.items()}
+  def __init__(self, params, tx, wrapper, replicas, groups):
+    self.tx, self.outer_tx = tx, wrapper.outer_tx or tx
+    self.wrapper, self.groups = wrapper, groups
+    self.center = dict(params)
     self.center_slots = [
-      self.outer.init({k: self.center[k] for k in names})
-      for names, _ in self.groups
+      self.outer_tx.init({k: params[k] for k in names}) for names, _ in groups
     ]
-    self.local = [dict(self.center) for _ in range(replicas)]
-    self.slots = [opt.init(self.center) for _ in range(replicas)]
-    zeros = {k: np.zeros_like(p) for k, p in self.center.items()}
+    self.local = [dict(params) for _ in range(replicas)]
+    self.slots = [tx.init(params)] * replicas
+    zeros = {k: np.zeros(np.shape(p)) for k, p in params.items()}
     self.accum = [dict(zeros) for _ in range(replicas)]
     self.step = self.commits = 0
-    self.last = [0] * len(self.groups)
+    self.last = [0] * len(groups)
     self.sent = []
 
   def take(self, grad_fn):
@@ -102,43 +40,46 @@ class AGN:
     self.step += 1
     for i, params in enumerate(self.local):
       grads = grad_fn(i, params)
-      self.local[i], self.slots[i] = self.opt.apply(
-        params, self.slots[i], grads
+      self.local[i], self.slots[i] = jax.device_get(
+        update(self.tx, params, self.slots[i], grads)
       )
       added = grads
-      if self.delta:
+      if self.wrapper.commit_delta:
         added = {k: params[k] - p for k, p in self.local[i].items()}
       self.accum[i] = {k: a + added[k] for k, a in self.accum[i].items()}
     for number, (names, remainder) in enumerate(self.groups):
-      if self.step % self.period == remainder:
+      if self.step % self.wrapper.communication_period == remainder:
         self._commit(number, names)
+    blend = getattr(self.wrapper.transport, "blend", 0.0)
     for arrives, new_local in self.sent:
       if arrives == self.step:
         for local, new in zip(self.local, new_local, strict=True):
           for k, p in new.items():
-            local[k] = self.blend * local[k] + (1 - self.blend) * p
+            local[k] = blend * local[k] + (1 - blend) * p
     self.sent = [sent for sent in self.sent if sent[0] > self.step]
 
   def _commit(self, number, names):
     self.commits += 1
     # The first period of a group may be shorter.
-    divisor = 1 if self.delta else self.step - self.last[number]
+    divisor = self.step - self.last[number]
     self.last[number] = self.step
+    if self.wrapper.commit_delta:
+      divisor = 1
     commits = [{k: acc[k] / divisor for k in names} for acc in self.accum]
-    if self.commit != "sequential":
-      total = {k: sum(c[k] for c in commits) for k in names}
-      if self.commit == "mean":
-        total = {k: t / len(commits) for k, t in total.items()}
-      commits = [total]
+    if self.wrapper.commit != "sequential":
+      combine = {"mean": np.mean, "sum": np.sum}[self.wrapper.commit]
+      commits = [{k: combine([c[k] for c in commits], axis=0) for k in names}]
     new_local = []
     for grads in commits:
-      new, self.center_slots[number] = self.outer.apply(
-        {k: self.center[k] for k in names}, self.center_slots[number], grads
+      center = {k: self.center[k] for k in names}
+      new, self.center_slots[number] = jax.device_get(
+        update(self.outer_tx, center, self.center_slots[number], grads)
       )
-      self.center = {**self.center, **new}
+      self.center.update(new)
       new_local.append(new)
-    replicas = len(self.local)
-    new_local = [new_local[min(i, len(new_local) - 1)] for i in range(replicas)]
-    self.sent.append((self.step + self.delay, new_local))
+    # After a mean or a sum, all replicas continue from the one center.
+    new_local *= len(self.local) // len(new_local)
+    delay = getattr(self.wrapper.transport, "delay", 0)
+    self.sent.append((self.step + delay, new_local))
     for accum in self.accum:
       accum.update({k: np.zeros_like(accum[k]) for k in names})

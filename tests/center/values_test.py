@@ -3,7 +3,6 @@
 import functools
 
 import agn_problem
-import agn_reference
 import center_workers
 import flax.linen as nn
 from flax.linen import fp8_ops
@@ -84,12 +83,9 @@ def assert_trees_equal(a, b):
 # Beside the reference.
 
 
-def compare(wrapper, tx, opt, *, workers=3, steps=9, outer=None):
-  wanted = agn_problem.reference(wrapper, opt, workers, outer)
-  targets = [
-    {k: t[i].astype(np.float32) for k, t in agn_problem.TARGETS.items()}
-    for i in range(workers)
-  ]
+def compare(wrapper, tx, *, workers=3, steps=9):
+  wanted = agn_problem.reference(wrapper, tx, workers)
+  targets = [agn_problem.targets_of_replica(i) for i in range(workers)]
   close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
   state = agn_problem.create(None, wrapper, tx)
   in_turn = wrapper.commit == "sequential"
@@ -123,12 +119,12 @@ def compare(wrapper, tx, opt, *, workers=3, steps=9, outer=None):
     (
       "adam",
       store(4, "mean", True, OUTER, fragments=2, delay=1, blend=0.5),
-      {"outer": agn_reference.Adam(0.05), "workers": 2},
+      {"workers": 2},
     ),
   ],
 )
 def test_every_step_equals_the_reference(name, wrapper, kwargs):
-  compare(wrapper, *OPTIMIZERS[name], **kwargs)
+  compare(wrapper, OPTIMIZERS[name], **kwargs)
 
 
 # Commits.
