@@ -339,7 +339,7 @@ class _Plan:
         "/".join(path): x if x.shape == shapes[path] else x[0]
         for path, x in saved.items()
       }
-      first = stack.drop_replica_axis(wrappers, first)[name]
+      first = stack.local_states(wrappers, first)[name]
       new = {name: wrapper.restart(first, target, own)}
       new = stack.add_replica_axis(wrappers, new, replicas)
       new = trees.conform(f"wrapper {name!r}: restart", new[name], template)

@@ -251,17 +251,12 @@ def _values(grads: PyTree) -> Iterator[tuple[trees.Path, jax.Array]]:
 def _is_finite(x: jax.Array) -> jax.Array:
   """Returns whether all elements of an array are finite."""
   is_large = x.ndim >= 2 and x.size >= _LARGE and x.dtype == np.float32
+  test = lambda x: jnp.all(jnp.isfinite(x))
   if not is_large or not isinstance(x, jax.core.Tracer):
-    return _is_finite_by_test(x)
+    return test(x)
   # XLA's CPU backend compiles the reduction to one slow pass. A matrix-vector
   # product runs at memory bandwidth.
-  return jax.lax.platform_dependent(
-    x, cpu=_is_finite_by_product, default=_is_finite_by_test
-  )
-
-
-def _is_finite_by_test(x: jax.Array) -> jax.Array:
-  return jnp.all(jnp.isfinite(x))
+  return jax.lax.platform_dependent(x, cpu=_is_finite_by_product, default=test)
 
 
 def _is_finite_by_product(x: jax.Array) -> jax.Array:

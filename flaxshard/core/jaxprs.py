@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jax.extend import core
@@ -88,17 +88,17 @@ def computes_in(program: Any, dtype: Any) -> bool:
     >>> computes_in(jax.make_jaxpr(half)(1.0), "bfloat16")
     False
   """
-
-  def has_dtype(atoms: Iterable[Any]) -> bool:
-    return any(getattr(x.aval, "dtype", None) == dtype for x in atoms)
-
-  return any(
-    has_dtype(eqn.invars) and has_dtype(eqn.outvars)
-    for eqn in equations(program)
+  for eqn in equations(program):
+    inner = next(core.jaxprs_in_params(eqn.params), None)
     # What an equation with programs computes, they compute.
-    if eqn.primitive.name not in _MOVES
-    and not any(True for _ in core.jaxprs_in_params(eqn.params))
-  )
+    if inner is None and eqn.primitive.name not in _MOVES:
+      read, written = (
+        {getattr(x.aval, "dtype", None) for x in atoms}
+        for atoms in (eqn.invars, eqn.outvars)
+      )
+      if jnp.dtype(dtype) in read & written:
+        return True
+  return False
 
 
 def dtype_before_cast(

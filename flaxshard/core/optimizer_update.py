@@ -1,4 +1,4 @@
-"""Updates by an optimizer, also of leaves without a gradient, and of rows.
+"""Updates by an optimizer, also of leaves without a gradient.
 
 An optimizer's update may take extra arguments, such as the `value` of the loss.
 """
@@ -18,10 +18,7 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
-from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import parameter_groups
-from flaxshard.core import trees
 
 PyTree = Any
 
@@ -40,9 +37,7 @@ def update(
 ) -> tuple[PyTree, PyTree]:
   """Updates parameters and slots as Flax's `TrainState.apply_gradients` does.
 
-  A leaf without a gradient keeps its parameter and its slots. An
-  `IndexedSlices` becomes a whole array if the optimizer does not update rows of
-  that parameter.
+  A leaf without a gradient keeps its parameter and its slots.
 
   Args:
     tx: The optax optimizer.
@@ -54,7 +49,6 @@ def update(
   Returns:
     The new parameters and the new state.
   """
-  grads = _to_dense_elsewhere(tx, grads)
   # A tree of booleans. Statistics are not frozen: their gradients replace them.
   frozen = jax.tree_util.tree_map_with_path(
     lambda path, _, g: g is None and not gradients.is_statistic(path),
@@ -123,23 +117,6 @@ def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
   return jax.tree.map(
     lambda n, o: n.astype(o.dtype) if n.dtype != o.dtype else n, new, old
   )
-
-
-def _to_dense_elsewhere(tx: Any, grads: PyTree) -> PyTree:
-  """Makes whole arrays of rows that an optimizer does not update as rows."""
-  rows = indexed_slices.find(grads)
-  if not rows:
-    return grads
-  mask = parameter_groups.sparse_mask(tx, grads)
-  tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
-  others = [trees.path_string(path) for path in rows if path not in tables]
-  if others:
-    checks.warn(
-      f"grads: {', '.join(others)} has an IndexedSlices, and the optimizer "
-      "does not update its rows: it becomes a whole array. Name the parameter "
-      "in sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
-    )
-  return indexed_slices.to_dense(grads, keep=tables)
 
 
 def _zero_gradient(p: jax.Array) -> jax.Array:

@@ -228,6 +228,20 @@ def conform(
     TypeError: A leaf of `given` is not an array, or the row numbers of an
       `IndexedSlices` are not integers.
   """
+  # Most trees have the containers of `wanted`, and arrays alone.
+  is_none = (lambda x: x is None) if of_gradients else None
+  found, structure = jax.tree.flatten(given, is_leaf=is_none)
+  wanted_structure: Any = jax.tree.structure(wanted)
+  if wanted_structure == structure and all(
+    x is None
+    or (
+      isinstance(x, jax.Array)
+      and x.shape == np.shape(w)
+      and not (dtypes and x.dtype != dtype_of(w))
+    )
+    for x, w in zip(found, jax.tree.leaves(wanted), strict=True)
+  ):
+    return given
   check_arrays(argument, given)
   leaves = leaves_by_path(given, of_gradients)
   for path, leaf in leaves.items():
@@ -245,7 +259,7 @@ def conform(
     )
   # By path: a dict and a NamedTuple, say, order their leaves differently.
   return jax.tree.unflatten(
-    jax.tree.structure(wanted), [leaves[path] for path in wanted_leaves]
+    wanted_structure, [leaves[path] for path in wanted_leaves]
   )
 
 

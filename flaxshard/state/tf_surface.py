@@ -174,11 +174,11 @@ def check_aggregation(
   is_skipped: bool,
   wrappers: tuple[base.Base, ...],
   extra: Iterable[str],
-) -> str | None:
-  """Returns "mean" or "sum", the mean by default; None if it is skipped.
+) -> str:
+  """Returns how gradients are reduced over the replicas.
 
   Args:
-    aggregation: "mean", "sum" or None.
+    aggregation: "mean" or "sum".
     is_skipped: Whether gradients are not reduced at all.
     wrappers: The wrappers of the state.
     extra: Names of extra arguments of the optimizer.
@@ -186,8 +186,6 @@ def check_aggregation(
   Raises:
     ValueError: It is none of these, or something else decides already.
   """
-  if aggregation is None:
-    return None if is_skipped else "mean"
   checks.one_of("aggregation", aggregation, replica_context.REDUCE_OPS)
   if is_skipped or stack.reduces_gradients(wrappers):
     names = [w.name for w in wrappers]

@@ -386,7 +386,8 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), int(state.step)
       (0.5, 1)
     """
-    grads = tf_surface.gradients_argument(positional, grads, self.params)
+    if positional or not isinstance(grads, Mapping):
+      grads = tf_surface.gradients_argument(positional, grads, self.params)
     collections: dict[str, PyTree] = {}
     static: dict[str, Any] = {}
     extra: dict[str, Any] = {}
@@ -405,9 +406,11 @@ class TrainState(flax_train_state.TrainState):
         replaceable=fields.keys() - _RESERVED - _STATIC,
         reserved=_RESERVED,
       )
-    reduction = tf_surface.check_aggregation(
-      aggregation, skip_gradients_aggregation, self.wrappers, extra
-    )
+    reduction = None if skip_gradients_aggregation else "mean"
+    if aggregation is not None:
+      reduction = tf_surface.check_aggregation(
+        aggregation, skip_gradients_aggregation, self.wrappers, extra
+      )
     in_replica = replica_context.get_replica_context() is not None
     if collections and (self.wrappers or in_replica):
       # A skipped step keeps the old ones.

@@ -218,7 +218,7 @@ def to_local(tree: PyTree) -> PyTree:
     if not is_state(node):
       return node
     if wrappers_of(node):
-      states = stack.drop_replica_axis(node.wrappers, node.wrapper_states)
+      states = stack.local_states(node.wrappers, node.wrapper_states)
       node = _swap_collections(node, states)
     fields = fields_lib.array_fields(node)
     own_paths = values.paths_of_per_replica(fields)

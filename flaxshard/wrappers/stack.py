@@ -187,12 +187,15 @@ def add_replica_axis(
   )
 
 
-def drop_replica_axis(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
-  """Drops the leading replica axis, of length 1, of the per-replica leaves.
+def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
+  """Returns the states of one replica, without the replica axis.
 
   Raises:
-    ValueError: There are several replicas.
+    ValueError: There are several replicas, and this is outside of `run`.
   """
+  # Strategy.run has dropped the axis already.
+  if not wrappers or replica_context.get_replica_context() is not None:
+    return dict(states)
 
   def take_only_row(name: str, x: jax.Array) -> jax.Array:
     if x.shape[:1] != (1,):
@@ -203,18 +206,6 @@ def drop_replica_axis(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
     return x[0]
 
   return map_per_replica(take_only_row, wrappers, states)
-
-
-def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
-  """Returns the states of one replica, without the replica axis.
-
-  Raises:
-    ValueError: There are several replicas, and this is outside of `run`.
-  """
-  # Strategy.run has dropped the axis already.
-  if not wrappers or replica_context.get_replica_context() is not None:
-    return dict(states)
-  return drop_replica_axis(wrappers, states)
 
 
 def map_per_replica(

@@ -393,6 +393,7 @@ def update(
     )
   context = replica_context.get_replica_context()
   is_local = stack.has_local_updates(wrappers)
+  has_rows = bool(indexed_slices.find(grads))
   if context is not None and reduction is not None and not is_local:
     extra = replica_context.mean_extra_args(extra)
 
@@ -402,6 +403,8 @@ def update(
     if is_local and inner is not None and inner.gradients_reduced:
       # Local updates take the loss of their replica, a commit takes the mean.
       given = replica_context.mean_extra_args(extra)
+    if has_rows:
+      grads = _to_dense_unless_updated(tx, grads)
     params, opt_state = optimizer_update.update(
       tx, target.params, target.opt_state, grads, given
     )
@@ -416,7 +419,7 @@ def update(
 
   # What gradients pass through, from the outside to the optimizer.
   layers = [functools.partial(_apply_wrapper, w) for w in wrappers]
-  if indexed_slices.find(grads):
+  if has_rows:
     layers.insert(0, functools.partial(_apply_rows, wrappers))
   if context is not None and reduction is None:
     layers.insert(0, functools.partial(_apply_reduced, None))
@@ -496,3 +499,18 @@ def _to_dense_unless_taken(
       )
       return indexed_slices.to_dense(grads)
   return grads
+
+
+def _to_dense_unless_updated(tx: Any, grads: PyTree) -> PyTree:
+  """Makes whole arrays of rows that an optimizer does not update as rows."""
+  mask = parameter_groups.sparse_mask(tx, grads)
+  tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
+  rows = indexed_slices.find(grads)
+  others = [trees.path_string(path) for path in rows if path not in tables]
+  if others:
+    checks.warn(
+      f"grads: {', '.join(others)} has an IndexedSlices, and the optimizer "
+      "does not update its rows: it becomes a whole array. Name the parameter "
+      "in sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
+    )
+  return indexed_slices.to_dense(grads, keep=tables)
