@@ -94,22 +94,6 @@ def test_unwritable_directory_raises(tmp_path):
   assert file.read_text() == "content"
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "hdfs://host/run"])
-@pytest.mark.parametrize(
-  "call",
-  [
-    fs.Checkpointer,
-    lambda url: fs.checkpoint.restore(url, create(1.0)),
-    lambda url: fs.checkpoint.init_from({"w": jnp.ones(3)}, url),
-    lambda url: train.train_and_evaluate(tiny.config(), url),
-    fs.load,
-  ],
-)
-def test_other_urls_are_refused(call, url):
-  with pytest.raises(ValueError, match=url):
-    call(url)
-
-
 def test_file_keeps_the_old_content_after_an_error(tmp_path):
   path = tmp_path / "file"
   files.write_text(path, "old")

@@ -1,63 +1,125 @@
-"""Gradient trees: which leaves are gradients, and whether all are finite."""
+"""Gradient trees: containers, the finite test, exact casts to 16 bits."""
 
-import functools
+import collections
 import itertools
+from typing import Any, NamedTuple
 
+from flax import core
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
+import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.core import gradients
 
+P = jax.sharding.PartitionSpec
 BAD = [np.inf, -np.inf, np.nan]
+SGD = optax.sgd(1.0)
+# A power of 2, by which no division rounds.
+SCALE = fs.LossScale(fs.DynamicLossScale(initial_scale=1024.0))
 
-# Shared by the tests, so that each shape is compiled once.
-all_finite = jax.jit(gradients.all_finite)
+
+def create(params, wrappers=(SCALE,), **kwargs):
+  return fs.TrainState.create(
+    apply_fn=None, params=params, tx=SGD, wrappers=wrappers, **kwargs
+  )
+
+
+@jax.jit
+def is_applied(state, grads):
+  """Returns whether `LossScale` finds all gradients finite."""
+  return state.apply_gradients(grads=grads).step == 1
+
+
+# -- Containers and buffers.
+
+
+class Pair(NamedTuple):
+  a: Any
+  b: Any
+
+
+@pytest.mark.parametrize(
+  ("grads", "params"),
+  [
+    ({"a": 1.0, "b": 2.0}, Pair(3.0, 4.0)),
+    (Pair(1.0, 2.0), {"a": 3.0, "b": 4.0}),
+    ([1.0, 2.0], (3.0, 4.0)),
+    ({"b": 2.0, "a": 1.0}, core.freeze({"a": 3.0, "b": 4.0})),
+    (collections.OrderedDict(b=2.0, a=1.0), {"a": 3.0, "b": 4.0}),
+  ],
+)
+def test_gradients_in_other_containers_go_by_path(grads, params):
+  new = create(params).apply_gradients(grads=grads).params
+  assert jax.tree.structure(new) == jax.tree.structure(params)
+  assert jax.tree.leaves(new) == [2.0, 2.0]
+
+
+def test_numpy_arrays_are_not_donated():
+  # On CPU JAX may read a NumPy array in place; giving its memory to XLA would
+  # let a training step write into the caller's array.
+  raw = np.zeros(1 << 16, np.float32)
+  state = create({"a": raw, "b": raw})
+  step = jax.jit(
+    lambda s: s.apply_gradients(grads=jax.tree.map(jnp.ones_like, s.params)),
+    donate_argnums=0,
+  )
+  new = step(state).params
+  assert (raw == 0).all()
+  assert (np.asarray(new["a"]) == -1).all() and (new["b"] == new["a"]).all()
+
+
+# -- Whether all gradients are finite.
 
 
 def test_every_corner_of_a_large_matrix_is_checked():
   # On CPU large float32 leaves are checked by a product with zeros.
   x = np.ones((130, 257), np.float32)
+  state = create(x)
   corners = [(0, 0), (0, -1), (-1, 0), (-1, -1), (64, 100)]
   for where, value in itertools.product(corners, BAD):
     y = x.copy()
     y[where] = value
-    assert not bool(all_finite(y)), (where, value)
-  assert bool(all_finite(x))
-
-
-def test_largest_values_and_subnormals_are_finite():
-  # Neither 0 * x nor the sum may overflow.
-  x = np.full((130, 257), np.finfo(np.float32).max, np.float32)
-  x[::2] *= -1
-  x[1] = 1e-42
-  assert bool(all_finite(x))
+    assert not is_applied(state, y), (where, value)
+  # Neither 0 * x nor a sum may overflow.
+  largest = np.full(x.shape, np.finfo(np.float32).max, np.float32)
+  largest[::2] *= -1
+  largest[1] = 1e-42
+  assert is_applied(state, x) and is_applied(state, largest)
 
 
 def test_flag_is_reduced_inside_shard_map():
-  mesh = jax.make_mesh(
-    (4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
-  )
-
-  @jax.jit
-  @functools.partial(
-    jax.shard_map, mesh=mesh, in_specs=(P("x", "y"), P()), out_specs=P("x", "y")
-  )
-  def flags(a, b):
-    flag = gradients.all_finite({"a": a, "b": b})
-    # An agreed flag varies over no axis: a cond may hold collectives then.
-    assert not jax.typeof(flag).manual_axis_type.varying
-    return jnp.full((1, 1), flag)
-
+  mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (4, 2)), ("x", "y"))
   ones = np.ones((4, 2), np.float32)
+  state = create({"a": ones, "b": ones})
+  split = {"a": P("x", "y"), "b": P()}
+  specs = jax.tree.map(lambda _: P(), state).replace(params=split)
+  # JAX raises unless `step`, say, is equal on all devices.
+  apply = jax.jit(
+    jax.shard_map(
+      lambda state, grads: state.apply_gradients(grads=grads),
+      mesh=mesh,
+      in_specs=(specs, split),
+      out_specs=specs,
+    )
+  )
   bad = ones.copy()
   bad[2, 1] = np.inf
-  assert np.asarray(flags(ones, ones)).all()
-  assert not np.asarray(flags(bad, ones)).any()
-  assert not np.asarray(flags(ones, bad)).any()
+  for a, b in ((ones, ones), (bad, ones), (ones, bad)):
+    new = apply(state, {"a": a, "b": b})
+    assert new.step == (a is b)
+    np.testing.assert_array_equal(new.params["a"], ones - (a is b))
+
+
+def test_rows_count_without_padding():
+  state = create({"t": jnp.ones((5, 2))}, sparse=["t"])
+  rows = lambda ids, values: {
+    "t": fs.IndexedSlices(ids, np.outer(values, [1.0, 1.0]), (5, 2))
+  }
+  assert is_applied(state, rows([1, 5, -1], [1.0, np.nan, np.inf]))
+  for bad in BAD:
+    assert not is_applied(state, rows([1, 3, 5], [1.0, bad, 0.0]))
 
 
 def test_nonfinite_leaves_in_tree_order():
@@ -71,57 +133,31 @@ def test_nonfinite_leaves_in_tree_order():
   assert fs.nonfinite_leaves(grads) == ["Dense_0/kernel", "Dense_1/1", "scalar"]
 
 
-# -- IndexedSlices among the gradients.
-
-
-def rows(indices, values, dtype=jnp.float32):
-  values = jnp.asarray(values, dtype)[:, None] * jnp.ones((1, 2), dtype)
-  return fs.IndexedSlices(indices, values, (5, 2))
-
-
-def test_all_finite_of_rows():
-  for bad in BAD:
-    assert not all_finite({"a": rows([1, 3], [1.0, bad]), "b": jnp.ones(2)})
-  # Padding does not count.
-  assert all_finite(rows([1, 5, -1], [1.0, np.nan, np.inf]))
-
-
 # -- Gradients in 16 bits, where that is exact, and nowhere else.
 
-F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
-
-def half(w, dtype=F16):
-  return (w.astype(dtype) ** 2).sum().astype(F32)
-
-
-def reused(w):
-  return half(w) + half(2 * w)
-
-
-def reshaped(w):
-  return half(w.reshape(3, 2).T)
+def half(w, dtype="float16"):
+  return (w.astype(dtype) ** 2).sum().astype("float32")
 
 
 def looped(w):
-  # The gradient is collected over the turns of a loop.
   turn = lambda total, row: (total + half(row), None)
   return jax.lax.scan(turn, jnp.float32(0), w)[0]
 
 
 LOSSES = {
-  "float16": (half, F16),
-  "bfloat16": (lambda w: half(w, BF16), BF16),
-  "float32": (lambda w: (w**2).sum(), F32),
-  "moved": (reshaped, F16),
-  "in jit": (jax.jit(half), F16),
-  "in remat": (jax.checkpoint(half), F16),
+  "float16": (half, "float16"),
+  "bfloat16": (lambda w: half(w, "bfloat16"), "bfloat16"),
+  "float32": (lambda w: (w**2).sum(), "float32"),
+  "moved": (lambda w: half(w.reshape(3, 2).T), "float16"),
+  "in jit": (jax.jit(half), "float16"),
+  "in remat": (jax.checkpoint(half), "float16"),
   # A sum of two 16-bit gradients is computed in float32.
-  "used twice": (reused, F32),
+  "used twice": (lambda w: half(w) + half(2 * w), "float32"),
   # XLA would collect float32 gradients and cast them after the loop.
-  "in scan": (looped, F32),
-  "also in float32": (lambda w: half(w) + w.sum(), F32),
-  "unused": (lambda w: jnp.float32(0), F32),
+  "in scan": (looped, "float32"),
+  "also in float32": (lambda w: half(w) + w.sum(), "float32"),
+  "unused": (lambda w: jnp.float32(0), "float32"),
 }
 
 
@@ -129,43 +165,36 @@ LOSSES = {
 def test_gradient_is_narrow_only_if_its_last_operation_widens_it(name):
   loss, dtype = LOSSES[name]
   w = jnp.linspace(0.1, 3, 6).reshape(2, 3)
-  (value, _), grad = jax.jit(
-    lambda w: gradients.narrow_value_and_grad(lambda w: (loss(w), None), w)
-  )(w)
-  wanted, wanted_grad = jax.jit(jax.value_and_grad(loss))(w)
-  assert grad.dtype == dtype
+  minimize = lambda state: state.minimize(loss)
+  traced = jax.jit(minimize).trace(create(w))
+  (cond,) = [e for e in traced.jaxpr.eqns if e.primitive.name == "cond"]
+  entered = [x.aval.dtype.name for x in cond.invars if x.aval.shape == w.shape]
+  assert sorted(entered) == sorted(["float32", dtype])  # with the parameters
+  new, value = traced.lower().compile()(create(w))
+  wanted, grad = jax.jit(jax.value_and_grad(loss))(w)
   np.testing.assert_array_equal(value, wanted)
-  np.testing.assert_array_equal(grad.astype(F32), wanted_grad)
+  np.testing.assert_array_equal(new.params, w - grad)
 
 
 def test_aux_may_hold_anything_and_the_function_is_called_once():
   calls = []
-  stored = {}
 
-  def step(params, x):
+  def step(state, x):
+    stored = {}
+
     def loss_fn(params):
       calls.append(1)
       stored["twice"] = 2 * x
-      aux = {"n": 3, "x": x, "host": np.ones(2)}
       # The product with x in float32 is differentiated after the cast.
-      return half(params["w"] * x), aux
+      return half(params["w"] * x), {"n": 3, "x": x, "host": np.ones(2)}
 
-    (loss, aux), grads = gradients.narrow_value_and_grad(loss_fn, params)
+    (loss, aux), grads = state.value_and_grad(loss_fn, has_aux=True)
     assert aux["n"] == 3 and aux["x"].shape == aux["host"].shape == (2,)
-    assert grads["w"].dtype == F32 and grads["i"].dtype == jax.dtypes.float0
+    assert grads["i"] is None
     return loss, grads["w"], aux["x"], stored["twice"]
 
-  x = jnp.arange(2.0)
-  params = {"w": jnp.ones(2), "i": jnp.ones(2, int)}
-  loss, grad, same, twice = jax.jit(step)(params, x)
-  assert float(loss) == 1 and grad.tolist() == [0, 2]
-  assert same.tolist() == [0, 1] and twice.tolist() == [0, 2]
-  assert len(calls) == 1
-
-
-def test_no_tracer_is_left_behind():
-  fn = lambda params: (half(params["w"]), None)
-  step = lambda params: gradients.narrow_value_and_grad(fn, params)[1]["w"]
+  state = create({"w": jnp.ones(2), "i": jnp.ones(2, int)})
   with jax.checking_leaks():
-    grad = jax.jit(step)({"w": jnp.ones(2), "i": jnp.ones(2, int)})
-  assert grad.dtype == F16
+    loss, grad, *given = jax.jit(step)(state, jnp.arange(2.0))
+  assert float(loss) == 1 and grad.tolist() == [0, 2] and len(calls) == 1
+  assert [x.tolist() for x in given] == [[0, 1], [0, 2]]

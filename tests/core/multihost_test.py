@@ -4,20 +4,6 @@ import pytest
 import two_processes
 
 from flaxshard.core import files
-from flaxshard.core import multihost
-
-
-def test_single_process_raises_its_own_error():
-  with multihost.raise_on_all_processes(ValueError):
-    pass
-  error = KeyError("w")
-  with (
-    pytest.raises(KeyError) as e,
-    multihost.raise_on_all_processes(ValueError),
-  ):
-    raise error
-  assert e.value is error
-
 
 SCRIPT = """
 import os
@@ -26,19 +12,20 @@ import optax
 import flaxshard as fs
 from flaxshard.core import multihost
 
-def error_here(error, *kinds):
-  '''Returns the error of this process if only process 1 raises one.'''
+def error_of(call, *args):
   try:
-    with multihost.raise_on_all_processes(*kinds):
-      if error is not None and rank == 1:
-        raise error
+    call(*args)
   except Exception as e:
     return f"{type(e).__name__}: {e}"
-  return None
 
-assert error_here(None) is None
-errors = [error_here(ValueError("ä" * 3000), KeyError, ValueError)]
-errors.append(error_here(OSError("full"), KeyError, ValueError))
+def fail_in_one(error, *kinds):
+  with multihost.raise_on_all_processes(*kinds):
+    if error is not None and rank == 1:
+      raise error
+
+assert error_of(fail_in_one, None) is None
+errors = [error_of(fail_in_one, ValueError("ä" * 3000), KeyError, ValueError)]
+errors.append(error_of(fail_in_one, OSError("full"), KeyError, ValueError))
 if rank == 0:
   assert errors[0].startswith("ValueError: process 1: ää"), errors[0]
   assert 2000 < len(errors[0]) < 2100
@@ -47,17 +34,11 @@ else:
   assert errors == ["ValueError: " + "ä" * 3000, "OSError: full"], errors
 
 # Only process 0 locks the directory; another program holds the lock.
-def error_of(call):
-  try:
-    call()
-  except Exception as e:
-    return f"{type(e).__name__}: {e}"
-
 other = "process 0: " if rank == 1 else ""
 state = fs.TrainState.create(
   apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
 with fs.Checkpointer(sys.argv[3]) as checkpointer:
-  message = error_of(lambda: checkpointer.save(1, state))
+  message = error_of(checkpointer.save, 1, state)
   wanted = f"ValueError: {other}directory='{sys.argv[3]}' is being written by"
   assert message.startswith(wanted), message
 

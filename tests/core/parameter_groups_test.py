@@ -10,7 +10,6 @@ import pytest
 import tree_equality
 
 import flaxshard as fs
-from flaxshard.core import parameter_groups
 
 PARAMS = {
   "encoder": {"kernel": jnp.full((4, 3), 0.5), "bias": jnp.full(3, 0.25)},
@@ -71,16 +70,16 @@ def test_only_parameters_that_are_not_frozen_change(wrappers):
 
 
 def test_scaling_factors_of_fp8_layers_are_not_frozen():
-  layer = {"encoder": {"scale": jnp.ones(())}, "head": {"scale": jnp.ones(())}}
-  params = {"params": layer, "_overwrite_with_gradient": layer}
-  tx = fs.freeze(optax.sgd(0.1), ["^encoder/"])
-  assert parameter_groups.frozen_mask(tx, params) == {
-    "params": {"encoder": {"scale": True}, "head": {"scale": False}},
-    "_overwrite_with_gradient": {
-      "encoder": {"scale": False},
-      "head": {"scale": False},
-    },
-  }
+  layer = lambda x: {"encoder": {"scale": x}, "head": {"scale": x}}
+  tree = lambda x: {"params": layer(x), "_overwrite_with_gradient": layer(x)}
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=tree(jnp.float32(1)),
+    tx=fs.freeze(optax.sgd(1.0), ["^encoder/"]),
+  )
+  new = state.apply_gradients(grads=tree(jnp.float32(3)))
+  assert jax.tree.leaves(new.params["params"]) == [1, -2]
+  assert jax.tree.leaves(new.params["_overwrite_with_gradient"]) == [3, 3]
 
 
 def test_replicas_do_not_exchange_the_gradients_of_frozen_parameters():
@@ -147,45 +146,9 @@ def test_scaled_rate_equals_an_optimizer_with_that_rate(create_tx):
   for _ in range(3):
     scaled, plain = step(scaled), step(plain)
   # Powers of 2 change no rounding, but XLA may fuse another way.
-  for a, b in zip(
-    jax.tree.leaves(scaled.params), jax.tree.leaves(plain.params), strict=True
-  ):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
+  tree_equality.assert_trees_close(scaled.params, plain.params, 1e-6, 0)
   # A checkpoint without other rates has the same optimizer state.
   tree_equality.assert_trees_equal(
     create(create_tx(0.125)).opt_state,
     create(fs.scale_learning_rates(create_tx(0.125), factors)).opt_state,
-  )
-
-
-# -- Mistakes.
-
-SGD = optax.sgd(0.1)
-rates = fs.scale_learning_rates
-
-
-@pytest.mark.parametrize(
-  ("wrap", "given", "facts"),
-  [
-    (fs.freeze, ["^encodr/"], r"patterns\[0\]='\^encodr/'.*'encoder'"),
-    (fs.freeze, ["encoder", "encoder/k"], r"patterns\[1\]='encoder/k'"),
-    (fs.freeze, "^encoder/", "patterns .*'\\^encoder/'"),
-    (rates, [("haed", 2.0)], r"factors\[0\]='haed'.*'head'"),
-    (rates, ("head", 2.0), r"factors .*\(pattern, factor\).*got \('head', 2"),
-    (rates, [("head", 0.0)], r"factors\[0\].*above 0.*got 0"),
-    (lambda tx, p: rates(fs.freeze(tx, p), [("head", 2.0)]), ["e"], "freeze l"),
-  ],
-)
-def test_patterns_that_do_not_fit_raise(wrap, given, facts):
-  with pytest.raises(ValueError, match=facts):
-    create(wrap(SGD, given))
-
-
-def test_value_and_grad_returns_none_for_a_frozen_parameter():
-  state = create(fs.freeze(optax.sgd(0.1), ["bias"]), [fs.LossScale(8.0)])
-  grads = jax.jit(lambda state: state.value_and_grad(loss_fn)[1])(state)
-  assert grads["encoder"]["bias"] is None and grads["head"]["bias"] is None
-  expected = jax.jit(jax.grad(loss_fn))(PARAMS)
-  np.testing.assert_allclose(
-    grads["head"]["kernel"], expected["head"]["kernel"], rtol=1e-6
   )
