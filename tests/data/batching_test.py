@@ -1,7 +1,11 @@
-"""Training and evaluation batches: order, position, processes, padding."""
+"""Training and evaluation batches: order, position, processes, streams."""
 
+import json
+
+import grain
 import numpy as np
 import pytest
+import small_tasks
 from tree_equality import assert_trees_equal
 
 from flaxshard import data
@@ -12,57 +16,44 @@ def make_source(size):
   return data.Arrays(numbers[:, None] * np.float32(0.5), numbers)
 
 
-def make_splits(num_train=12, num_eval=10, **kwargs):
-  """Splits whose labels are the indices of the examples."""
+def add_noise(example, rng):
+  return {**example, "noise": rng.integers(1 << 30)}
+
+
+def make_splits(num_train=12, num_eval=10):
+  """Splits whose labels are the numbers of the examples."""
   return data.Splits(
-    train=make_source(num_train),
-    eval=make_source(num_eval),
-    num_classes=max(num_train, num_eval),
-    **kwargs,
+    make_source(num_train), make_source(num_eval), augment=add_noise
   )
-
-
-def jitter(example, rng):
-  noise = rng.integers(1 << 30, size=example["inputs"].shape)
-  return {**example, "inputs": example["inputs"] + noise}
 
 
 def take(iterator, count):
   return [next(iterator) for _ in range(count)]
 
 
-def labels(batches):
-  return np.concatenate([b["labels"] for b in batches]).tolist()
+def concatenate(batches):
+  return {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
 
 
-# Training.
+def test_each_epoch_has_every_example_once_with_order_and_noise_of_its_own():
+  def read(seed):
+    # 5 does not divide 12: batches cross the end of an epoch.
+    iterator = data.train_iterator(make_splits(), batch_size=5, seed=seed)
+    return concatenate(take(iterator, 24))
 
-
-# 5 does not divide 12: batches cross the end of an epoch.
-@pytest.mark.parametrize("batch_size", [5, 12])
-def test_each_epoch_has_every_example_once_in_an_order_of_the_seed(batch_size):
-  first, again, other = (
-    take(
-      data.train_iterator(make_splits(12), batch_size=batch_size, seed=seed),
-      120 // batch_size,
-    )
-    for seed in (3, 3, 4)
-  )
-  assert_trees_equal(first, again)
-  assert labels(first) != labels(other)
-  for batch in first:
-    np.testing.assert_array_equal(batch["inputs"][:, 0], batch["labels"] * 0.5)
-  epochs = [tuple(labels(first)[i : i + 12]) for i in range(0, 120, 12)]
-  for epoch in epochs:
-    assert sorted(epoch) == list(range(12))
-  assert len(set(epochs)) == 10
-  assert tuple(range(12)) not in epochs
+  first, other = read(3), read(4)
+  assert_trees_equal(first, read(3))
+  np.testing.assert_array_equal(first["inputs"][:, 0], first["labels"] * 0.5)
+  epochs = first["labels"].reshape(10, 12)
+  assert (np.sort(epochs) == np.arange(12)).all()
+  assert len({tuple(epoch) for epoch in [range(12), *epochs]}) == 11
+  assert (first["labels"] != other["labels"]).any()
+  assert len(np.unique([first["noise"], other["noise"]])) == 240
 
 
 def test_a_restored_state_continues_at_the_exact_position():
   def create():
-    splits = make_splits(12, augment=jitter)
-    return data.train_iterator(splits, batch_size=5, seed=1)
+    return data.train_iterator(make_splits(), batch_size=5, seed=1)
 
   whole = take(create(), 7)
   first, second = create(), create()
@@ -78,16 +69,10 @@ def test_a_restored_state_continues_at_the_exact_position():
 
 # Blocks of rows, and the rows of replicas that are not neighbours.
 @pytest.mark.parametrize(
-  "shares",
-  [
-    [[2 * i, 2 * i + 1] for i in range(4)],
-    [[0, 1, 4, 5], np.array([2, 3, 6, 7])],
-    [range(3), range(3, 8)],
-  ],
+  "shares", [[range(3), range(3, 8)], [[0, 1, 4, 5], np.array([2, 3, 6, 7])]]
 )
 def test_processes_read_the_rows_of_one_process(shares):
-  # 15 examples: batches cross the end of an epoch.
-  splits = make_splits(15, num_eval=10, augment=jitter)
+  splits = make_splits(15)  # batches cross the end of an epoch
   order = np.argsort(np.concatenate(shares))
 
   def read(rows=None):
@@ -96,27 +81,25 @@ def test_processes_read_the_rows_of_one_process(shares):
     return train + list(data.eval_batches(splits, **options))
 
   joined = [
-    {k: np.concatenate([b[k] for b in batches])[order] for k in batches[0]}
+    {k: x[order] for k, x in concatenate(batches).items()}
     for batches in zip(*map(read, shares), strict=True)
   ]
   assert_trees_equal(joined, read())
 
 
-def test_augmentation_is_seeded_per_example_and_epoch():
-  splits = make_splits(12, augment=jitter)
-
-  def noise(seed):
-    iterator = data.train_iterator(splits, batch_size=12, seed=seed)
-    by_label = []
-    for batch in take(iterator, 2):
-      drawn = batch["inputs"][:, 0] - batch["labels"] * 0.5
-      by_label.append(drawn[np.argsort(batch["labels"])])
-    return np.stack(by_label)
-
-  first = noise(5)
-  np.testing.assert_array_equal(first, noise(5))
-  assert not np.any(first == noise(6))
-  assert len(np.unique(first)) == first.size
+@pytest.mark.parametrize("num_eval", [1, 10, 16])
+def test_evaluation_examples_occur_once_without_noise(num_eval):
+  splits, seen = make_splits(num_eval=num_eval), []
+  for rows in (range(4), range(4, 8)):
+    batches = list(data.eval_batches(splits, batch_size=8, rows=rows))
+    assert len(batches) == -(-num_eval // 8)  # the same in every process
+    for batch in batches:
+      mask, labels = batch["mask"], batch["labels"]
+      assert mask.dtype == np.bool_
+      assert batch.keys() == {"inputs", "labels", "mask"}
+      np.testing.assert_array_equal(batch["inputs"], labels[:, None] * 0.5)
+      seen += labels[mask].tolist()
+  assert sorted(seen) == list(range(num_eval))
 
 
 def test_collate_makes_batches_of_any_examples():
@@ -129,46 +112,24 @@ def test_collate_makes_batches_of_any_examples():
     return {"inputs": inputs}
 
   splits = data.Splits(examples, examples)
-  (epoch,) = take(
-    data.train_iterator(splits, batch_size=12, seed=0, collate=collate), 1
-  )
+  options = {"batch_size": 12, "collate": collate}
+  epoch = next(data.train_iterator(splits, seed=0, **options))
   assert sorted(epoch["inputs"][:, 0]) == list(range(12))
-  batches = list(data.eval_batches(splits, batch_size=8, collate=collate))
-  assert batches[0]["inputs"][2].tolist() == [2, 2, 2]
-  assert batches[1]["mask"].tolist() == [True] * 4 + [False] * 4
-
-
-# Evaluation.
-
-
-@pytest.mark.parametrize("num_eval", [1, 10, 16])
-def test_evaluation_examples_occur_once(num_eval):
-  # Evaluation examples are not augmented.
-  splits = make_splits(num_eval=num_eval, augment=jitter)
-  seen = []
-  for rows in (range(4), range(4, 8)):
-    batches = list(data.eval_batches(splits, batch_size=8, rows=rows))
-    assert len(batches) == -(-num_eval // 8)  # the same in every process
-    for batch in batches:
-      mask = batch["mask"]
-      assert mask.dtype == np.bool_
-      assert batch["inputs"].shape == (4, 1)
-      np.testing.assert_array_equal(
-        batch["inputs"][mask, 0], batch["labels"][mask] * 0.5
-      )
-      seen += batch["labels"][mask].tolist()
-  assert sorted(seen) == list(range(num_eval))
-
-
-# Invalid examples.
+  *_, last = data.eval_batches(splits, **options | {"batch_size": 8})
+  assert last["inputs"][:4].tolist() == [
+    [8] * 3,
+    [9, 0, 0],
+    [10, 10, 0],
+    [11] * 3,
+  ]
+  assert last["mask"].tolist() == [True] * 4 + [False] * 4
 
 
 @pytest.mark.parametrize(
   ("fields", "facts"),
   [
-    ({"inputs": np.zeros(2, np.float32)}, ["'inputs': (1,)", "'inputs': (2,)"]),
-    ({"extra": 1}, ["'extra': ()"]),
-    ({"labels": "word"}, ["labels", "<U"]),
+    ({"inputs": np.zeros(2)}, r"'inputs': \(1,\).*'inputs': \(2,\)"),
+    ({"labels": "word"}, r"labels.*<U"),
   ],
 )
 def test_an_invalid_example_raises_when_it_is_read(fields, facts):
@@ -179,22 +140,52 @@ def test_an_invalid_example_raises_when_it_is_read(fields, facts):
   batches = iter(data.eval_batches(splits, batch_size=4))
   next(batches)  # without example 7
   for read in (iterator, batches):
-    with pytest.raises(ValueError, match=r"^config\.data: ") as e:
+    with pytest.raises(ValueError, match=f"^config\\.data: .*{facts}"):
       next(read)
-    for fact in facts:
-      assert fact in str(e.value)
 
 
-@pytest.mark.parametrize(
-  ("options", "facts"),
-  [
-    ({"batch_size": 0}, "batch_size .* 0"),
-    ({"batch_size": 14}, "batch_size=14 must be at most 12"),
-    ({"rows": [2, 1]}, r"rows .*ascending.*\[2, 1\]"),
-    ({"seed": -1}, "seed .* -1"),
-  ],
-)
-def test_invalid_counts_raise(options, facts):
-  options = {"batch_size": 4, "seed": 0} | options
-  with pytest.raises(ValueError, match=facts):
-    data.train_iterator(make_splits(), **options)
+# Training data without a length.
+
+
+def numbers(size):
+  return [{"inputs": np.float32(i)} for i in range(size)]
+
+
+def make_stream(kind):
+  if kind == "dataset":
+    return grain.MapDataset.source(numbers(10)).to_iter_dataset()
+  if kind == "loader":  # its positions are bytes
+    sampler = grain.samplers.IndexSampler(10, shuffle=False, num_epochs=1)
+    return grain.DataLoader(data_source=numbers(10), sampler=sampler)
+  return small_tasks.Forever(numbers(10))
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader", "plain"])
+def test_a_stream_is_read_in_its_order_and_continues_from_a_position(kind):
+  splits = data.Splits(make_stream(kind), augment=add_noise)
+
+  def create(rows=None):
+    return data.train_iterator(splits, batch_size=4, seed=0, rows=rows)
+
+  iterator = create()
+  whole = take(iterator, 3)
+  inputs = [batch["inputs"].tolist() for batch in whole]
+  assert inputs == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+  assert len(np.unique(concatenate(whole)["noise"])) == 12
+  position = json.loads(json.dumps(iterator.get_state()))
+  again = create()
+  again.set_state(position)
+  assert_trees_equal(next(again), next(iterator))
+  # Rows are the same examples for any number of processes.
+  last_rows = [{k: x[2:] for k, x in batch.items()} for batch in whole]
+  assert_trees_equal(take(create([2, 3]), 3), last_rows)
+
+
+def test_a_stream_that_became_shorter_cannot_be_continued():
+  stream = small_tasks.Forever(numbers(10))
+  iterator = data.train_iterator(data.Splits(stream), batch_size=4, seed=0)
+  take(iterator, 2)
+  position = iterator.get_state()
+  stream.examples = numbers(5)
+  with pytest.raises(ValueError, match=r"5 examples.* after 8"):
+    iterator.set_state(position)
