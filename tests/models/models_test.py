@@ -15,74 +15,54 @@ from flaxshard.core import jaxprs
 from flaxshard.core.policy import Policy
 from flaxshard.models import pooling
 
-# One precision policy per model, so that each policy is compiled once.
-POLICIES = {
-  "cnn": "float32",
-  "resnet": "mixed_bfloat16",
-  "transformer": "mixed_float16",
-}
 IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (2, 12), 0, 50)
+STAGES = {"stage_sizes": [1, 1], "width": 4}
+BLOCK = {"num_layers": 1, "num_heads": 2, "embed_dim": 16, "mlp_dim": 32}
+BLOCK["max_length"] = 16
+# By model: fields, inputs, shape of the logits, and one precision policy, so
+# that each policy is compiled once.
 SMALL = {
-  "cnn": ({"features": [4, 8], "dense": 16}, IMAGES, (2, 10)),
-  "resnet": ({"stage_sizes": [1, 1], "width": 4}, IMAGES, (2, 10)),
-  "transformer": (
-    {
-      "num_layers": 1,
-      "num_heads": 2,
-      "embed_dim": 16,
-      "mlp_dim": 32,
-      "max_length": 16,
-    },
-    TOKENS,
-    (2, 12, 50),
-  ),
+  "cnn": ({"features": [4, 8], "dense": 16}, IMAGES, (2, 10), "float32"),
+  "resnet": (STAGES, IMAGES, (2, 10), "mixed_bfloat16"),
+  "transformer": (BLOCK, TOKENS, (2, 12, 50), "mixed_float16"),
 }
 
 
-class ModelWithoutPolicy(nn.Module):
-  num_classes: int
-
-
-def _create(name, policy=None, **fields):
-  config, inputs, shape = SMALL[name]
+def create(name, policy=None, **fields):
+  config, inputs, shape, default = SMALL[name]
   model = models.create(
     {"name": name, **config, **fields},
     num_classes=shape[-1],
-    policy=Policy(policy or POLICIES[name]),
+    policy=Policy(policy or default),
   )
   return model, inputs, shape
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _init(model, inputs):
+def init(model, inputs):
   return model.init(jax.random.key(0), inputs)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _apply(model, variables, inputs, train=False, key=None):
+def apply(model, variables, inputs, train=False, key=None):
   rngs = None if key is None else {"dropout": key}
   return model.apply(variables, inputs, train=train, rngs=rngs)
 
 
-def _abstract(model, inputs):
+def abstract(model, inputs):
   return jax.eval_shape(model.init, jax.random.key(0), inputs)
 
 
-def _count(tree):
+def count(tree):
   return sum(x.size for x in jax.tree.leaves(tree))
 
 
 def test_resnet_has_its_stride_in_the_3x3_convolution():
+  images = jnp.zeros((1, 64, 64, 3))
   model = models.ResNet(num_classes=10)
-  images = jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32)
-  _, state = jax.eval_shape(
-    lambda key, x: model.init_with_output(
-      key, x, capture_intermediates=True, mutable=True
-    ),
-    jax.random.key(0),
-    images,
-  )
+  init = functools.partial(model.init, capture_intermediates=True)
+  state = jax.eval_shape(init, jax.random.key(0), images)
   block = state["intermediates"]["stage1_block0"]
   (first,), (second,) = (block[f"Conv_{i}"]["__call__"] for i in (0, 1))
   assert first.shape == (1, 16, 16, 128)
@@ -90,57 +70,49 @@ def test_resnet_has_its_stride_in_the_3x3_convolution():
 
 
 def test_resnet_updates_batch_statistics_in_training_only():
-  model, inputs, _ = _create("resnet")
-  variables = _init(model, inputs)
+  model, inputs, _ = create("resnet")
+  variables = init(model, inputs)
   # A block equals its shortcut at first.
   for block in ("stage0_block0", "stage1_block0"):
     params = variables["params"][block]
     assert not params["BatchNorm_2"]["scale"].any()
     assert params["BatchNorm_1"]["scale"].all()
-  evaluated, trained = jax.jit(
-    lambda v: tuple(
-      model.apply(v, inputs, train=train, mutable=["batch_stats"])[1]
-      for train in (False, True)
-    )
-  )(variables)
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    evaluated["batch_stats"],
-    variables["batch_stats"],
-  )
-  before, after = (
-    v["batch_stats"]["stem_norm"]["mean"] for v in (variables, trained)
-  )
-  assert not np.array_equal(before, after)
-  for leaf in jax.tree.leaves(trained["batch_stats"]):
-    assert leaf.dtype == jnp.float32
+  train = functools.partial(model.apply, train=True, mutable=["batch_stats"])
+  _, trained = jax.jit(train)(variables, inputs)
+  for before, after in zip(
+    jax.tree.leaves(variables["batch_stats"]),
+    jax.tree.leaves(trained),
+    strict=True,
+  ):
+    assert after.dtype == jnp.float32
+    assert not np.array_equal(before, after)
+  # It would raise if it had statistics to update.
+  jax.eval_shape(model.apply, variables, inputs)
 
 
 def test_numbers_of_parameters():
-  resnet = models.ResNet(num_classes=1000)
   images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-  variables = _abstract(resnet, images)
+  variables = abstract(models.ResNet(num_classes=1000), images)
   # As published, for ResNet-50.
-  assert _count(variables["params"]) == 25_557_032
+  assert count(variables["params"]) == 25_557_032
   # Mean and variance for each of the 26,560 normalized channels.
-  assert _count(variables["batch_stats"]) == 2 * 26_560
-  cnn, images, _ = _create("cnn")
+  assert count(variables["batch_stats"]) == 2 * 26_560
+  cnn, images, _ = create("cnn")
   convolutions = (3 * 9 * 4 + 4) + (4 * 9 * 8 + 8)
   dense = (4 * 4 * 8 * 16 + 16) + (16 * 10 + 10)
-  assert _count(_abstract(cnn, images)) == convolutions + dense
-  transformer, tokens, _ = _create("transformer", num_layers=2)
-  attention = 4 * (16 * 16 + 16)
-  mlp = (16 * 32 + 32) + (32 * 16 + 16)
-  block = attention + mlp + 2 * 2 * 16
+  assert count(abstract(cnn, images)) == convolutions + dense
+  transformer, tokens, _ = create("transformer", num_layers=2)
+  attention, mlp = 4 * (16 * 16 + 16), (16 * 32 + 32) + (32 * 16 + 16)
   tables = (50 + 16 + 50) * 16  # embeddings, positions, head
-  assert _count(_abstract(transformer, tokens)) == 2 * block + tables + 2 * 16
+  blocks = 2 * (attention + mlp + 2 * 2 * 16)
+  assert count(abstract(transformer, tokens)) == blocks + tables + 2 * 16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", models.MODELS)
 def test_logits_and_gradients_are_finite_float32(name):
-  model, inputs, shape = _create(name)
-  variables = _init(model, inputs)
+  model, inputs, shape = create(name)
+  variables = init(model, inputs)
 
   def loss_fn(params):
     given = {**variables, "params": params}
@@ -161,7 +133,7 @@ def test_logits_and_gradients_are_finite_float32(name):
 
 def test_products_have_the_compute_dtype_of_the_policy():
   for name in models.MODELS:
-    model, inputs, _ = _create(name, "mixed_float16")
+    model, inputs, _ = create(name, "mixed_float16")
     jaxpr = jax.make_jaxpr(model.init)(jax.random.key(0), inputs)
     products = [
       equation
@@ -176,86 +148,48 @@ def test_products_have_the_compute_dtype_of_the_policy():
 
 @pytest.mark.slow
 def test_transformer_is_causal():
-  model, tokens, _ = _create("transformer")
-  variables = _init(model, tokens)
-  logits = _apply(model, variables, tokens)
+  model, tokens, _ = create("transformer")
+  variables = init(model, tokens)
+  logits = apply(model, variables, tokens)
   for t in (0, 5, 11):
-    changed = _apply(model, variables, tokens.at[:, t].add(1))
+    changed = apply(model, variables, tokens.at[:, t].add(1))
     np.testing.assert_array_equal(logits[:, :t], changed[:, :t])
     assert not np.array_equal(logits[:, t], changed[:, t])
     assert t == 11 or not np.array_equal(logits[:, -1], changed[:, -1])
 
 
 def test_transformer_in_float16_does_not_overflow():
-  model, tokens, _ = _create("transformer")
-  variables = _init(model, tokens)
+  model, tokens, _ = create("transformer")
+  variables = init(model, tokens)
   embedding = variables["params"]["embed"]["embedding"]
   variables["params"]["embed"]["embedding"] = embedding * 1e4
-  assert np.isfinite(_apply(model, variables, tokens)).all()
+  assert np.isfinite(apply(model, variables, tokens)).all()
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_dropout_in_training_only(name):
-  model, inputs, _ = _create(name, dropout=0.5)
-  plain, _, _ = _create(name)
-  variables = _init(plain, inputs)  # dropout adds no variables
-  evaluated = _apply(model, variables, inputs)
-  np.testing.assert_array_equal(evaluated, _apply(plain, variables, inputs))
-  first, second, again = (
-    _apply(model, variables, inputs, True, jax.random.key(seed))
-    for seed in (1, 2, 1)
+  model, inputs, _ = create(name, dropout=0.5)
+  plain, _, _ = create(name)
+  variables = init(plain, inputs)  # dropout adds no variables
+  evaluated = apply(model, variables, inputs)
+  np.testing.assert_array_equal(evaluated, apply(plain, variables, inputs))
+  first, second = (
+    apply(model, variables, inputs, True, jax.random.key(seed))
+    for seed in (1, 2)
   )
   assert not np.array_equal(first, second)
   assert not np.array_equal(first, evaluated)
-  np.testing.assert_array_equal(first, again)
   # Without dropout, training needs no random stream.
   jax.eval_shape(lambda: plain.apply(variables, inputs, train=True))
 
 
-@pytest.mark.parametrize(
-  ("name", "inputs", "fields", "error", "facts"),
-  [
-    ("cnn", IMAGES[0], {}, ValueError, r"inputs.*\(16, 16, 3\)"),
-    ("cnn", IMAGES[:, :, :3], {}, ValueError, r"4x4.*\(2, 16, 3, 3\)"),
-    ("cnn", IMAGES, {"dense": "8"}, TypeError, "'8'"),
-    ("resnet", IMAGES[0], {}, ValueError, "inputs"),
-    ("transformer", TOKENS[0], {}, ValueError, r"inputs.*\(12,\)"),
-    ("transformer", TOKENS, {"max_length": 11}, ValueError, "11.*got 12"),
-    ("transformer", TOKENS, {"num_heads": 3}, ValueError, "=3.*embed_dim=16"),
-    ("transformer", TOKENS, {"dropout": "x"}, TypeError, "dropout"),
-  ],
-)
-def test_invalid_field_or_input_raises(name, inputs, fields, error, facts):
-  model, _, _ = _create(name, **fields)
-  with pytest.raises(error, match=facts):
-    _abstract(model, inputs)
-
-
 def test_create_accepts_config_dicts():
-  config = ml_collections.ConfigDict(
-    {"name": "resnet", "stage_sizes": [1, 2], "width": 8}
-  )
+  fields = {"stage_sizes": [1, 2], "width": 8}
+  config = ml_collections.FrozenConfigDict({"name": "resnet", **fields})
   policy = Policy("mixed_bfloat16")
-  expected = models.ResNet(7, policy, stage_sizes=(1, 2), width=8)
-  for form in (config, ml_collections.FrozenConfigDict(config)):
-    model = models.create(form, num_classes=7, policy=policy)
-    assert model == expected
-    hash(model)  # jax.jit needs it for static arguments
-
-
-@pytest.mark.parametrize(
-  ("config", "error", "facts"),
-  [
-    # core/registry_test.py has the other mistakes.
-    ({"name": "resnt"}, ValueError, "config.model.name.*'resnet'"),
-    # Those that `create` sets are not listed.
-    ({"name": "cnn", "densee": 1}, ValueError, "are features, dense, dropout"),
-    ({"name": "cnn", "num_classes": 3}, ValueError, "'num_classes'"),
-  ],
-)
-def test_create_with_invalid_config_raises(config, error, facts):
-  with pytest.raises(error, match=facts):
-    models.create(config, num_classes=10, policy=Policy())
+  model = models.create(config, num_classes=7, policy=policy)
+  assert model == models.ResNet(7, policy, stage_sizes=(1, 2), width=8)
+  hash(model)  # jax.jit needs it for static arguments
 
 
 def dtype_of(rngs, dtype, width=3):
@@ -263,17 +197,52 @@ def dtype_of(rngs, dtype, width=3):
 
 
 def test_create_gives_what_the_signature_names(monkeypatch):
-  monkeypatch.setitem(models.MODELS, "partial", ModelWithoutPolicy)
-  model = models.create({"name": "partial"}, num_classes=2, policy=Policy())
-  assert model == ModelWithoutPolicy(2)
   monkeypatch.setitem(models.MODELS, "function", dtype_of)
   policy = Policy("mixed_bfloat16")
   model = models.create({"name": "function", "width": 4}, policy=policy)
   assert model.dtype == jnp.bfloat16
   assert model.kernel.shape == (2, 4)
-  # Data without classes cannot give their number.
-  with pytest.raises(TypeError, match=r"config.model .*'num_classes'"):
-    models.create({"name": "partial"}, policy=Policy())
+
+
+def shapes_of(name, inputs, **fields):
+  return abstract(create(name, **fields)[0], inputs)
+
+
+def text(tokens=TOKENS, **fields):
+  return shapes_of("transformer", tokens, **fields)
+
+
+def create_named(name, **fields):
+  config = {"name": name, **fields}
+  return models.create(config, num_classes=10, policy=Policy())
+
+
+CNN = {"name": "cnn"}
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "words"),
+  [
+    (lambda: shapes_of("cnn", IMAGES[0]), ValueError, r"inputs.*\(16, 16, 3\)"),
+    (lambda: shapes_of("cnn", IMAGES[:, :3]), ValueError, r"4x4.*\(2, 3, 16"),
+    (lambda: shapes_of("cnn", IMAGES, dense="8"), TypeError, "'8'"),
+    (lambda: shapes_of("resnet", IMAGES[0]), ValueError, "inputs"),
+    (lambda: text(TOKENS[0]), ValueError, r"inputs.*\(12,\)"),
+    (lambda: text(max_length=11), ValueError, "11.*got 12"),
+    (lambda: text(num_heads=3), ValueError, "=3.*embed_dim=16"),
+    (lambda: text(dropout="x"), TypeError, "dropout"),
+    # core/registry_test.py has the other mistakes.
+    (lambda: create_named("resnt"), ValueError, "config.model.name.*'resnet'"),
+    # Those that `create` sets are not listed.
+    (lambda: create_named("cnn", densee=1), ValueError, "features, dense, d"),
+    (lambda: create_named("cnn", num_classes=3), ValueError, "'num_classes'"),
+    # Data without classes cannot give their number.
+    (lambda: models.create(CNN, policy=Policy()), TypeError, "'num_classes'"),
+  ],
+)
+def test_mistakes(call, error, words):
+  with pytest.raises(error, match=words):
+    call()
 
 
 # Max pooling.
@@ -282,8 +251,7 @@ def test_create_gives_what_the_signature_names(monkeypatch):
 @pytest.mark.parametrize(
   ("size", "window", "stride", "padding"),
   [
-    pytest.param((8, 6), 2, 2, 0, marks=pytest.mark.slow),
-    pytest.param((9, 7), 2, 2, 0, marks=pytest.mark.slow),
+    pytest.param((9, 6), 2, 2, 0, marks=pytest.mark.slow),
     ((8, 7), 3, 2, 1),
     pytest.param((5, 5), 3, 1, 1, marks=pytest.mark.slow),
   ],
@@ -291,11 +259,10 @@ def test_create_gives_what_the_signature_names(monkeypatch):
 def test_values_and_gradients_are_those_of_flax(size, window, stride, padding):
   # Many values are equal.
   values = np.random.default_rng(0).integers(-3, 3, (2, *size, 3))
-  x = jnp.asarray(values, jnp.float32)
 
   def flax_pool(x):
-    sides = (padding, padding)
-    return nn.max_pool(x, (window,) * 2, (stride,) * 2, (sides, sides))
+    sides = [(padding, padding)] * 2
+    return nn.max_pool(x, (window,) * 2, (stride,) * 2, sides)
 
   def pool(x):
     return pooling.max_pool(x, window, stride=stride, padding=padding)
@@ -305,12 +272,12 @@ def test_values_and_gradients_are_those_of_flax(size, window, stride, padding):
     gradient = lambda f: jax.grad(lambda x: (f(x) ** 2).sum())(x)
     return [(f(x), gradient(f)) for f in (pool, flax_pool)]
 
-  (pooled, grads), (flax_pooled, flax_grads) = both(x)
+  (pooled, grads), (flax_pooled, flax_grads) = both(values.astype(np.float32))
   np.testing.assert_array_equal(pooled, flax_pooled)
   np.testing.assert_allclose(grads, flax_grads, rtol=1e-6)
 
 
-@pytest.mark.parametrize("position", [0, 1, 3])
-def test_a_nan_is_the_maximum(position):
-  x = jnp.arange(4.0).at[position].set(jnp.nan).reshape(1, 2, 2, 1)
-  assert np.isnan(pooling.max_pool(x, 2, stride=2)).all()
+def test_a_nan_is_the_maximum():
+  for position in (0, 1, 3):
+    x = jnp.arange(4.0).at[position].set(jnp.nan).reshape(1, 2, 2, 1)
+    assert np.isnan(pooling.max_pool(x, 2, stride=2)).all()

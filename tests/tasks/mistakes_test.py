@@ -1,5 +1,6 @@
 """Mistakes in a task are errors that name it, before anything is compiled."""
 
+import re
 import warnings
 
 from clu import metrics as clu_metrics
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import small_tasks
 from small_tasks import config
+from small_tasks import Forever
 import tiny
 
 from flaxshard import data
 from flaxshard import tasks
 from flaxshard.train import evaluation
+from flaxshard.train.evaluation import check_numbers
 
 _THIS = "mistaken_tasks"
 
@@ -79,9 +82,7 @@ class Collected(clu_metrics.Collection):
 
 class NoMetrics:
   matrics = small_tasks.Loss
-
-  def loss(self, apply_fn, params, batch, rngs, train):
-    raise NotImplementedError
+  loss = Task.loss
 
 
 # Its fields are strings, as with `from __future__ import annotations`.
@@ -95,73 +96,70 @@ NO_TUPLE = with_attributes(init_inputs=lambda self, batch: batch["inputs"])
 NO_ROWS = with_attributes(collate=lambda self, xs: {"inputs": np.ones(2)})
 NO_AUX = with_result(lambda loss, aux: loss)
 NO_SCALAR = with_result(lambda loss, aux: (aux.metrics["loss"], aux))
+NO_DATA = with_attributes(load_data=None)
+NO_NUMBER = {"loss": np.ones(3)}
+
+
+def with_metrics(metrics):
+  create_setup(with_attributes(metrics=metrics))
+
+
+def with_data(*splits):
+  load_data = lambda self: data.Splits(*splits)
+  create_setup(with_attributes(load_data=load_data))
+
+
+def label(value):
+  examples = [{"labels": np.int32(0)}, {"labels": value}]
+  tasks.Classification(3).collate(examples)
+
+
+TASK = f"{_THIS}:Task"
+WIDHT = {"name": TASK, "widht": 3}
+CNN = {"name": "cnn"}
+STOP = {"early_stopping": {"metric": "eval_los", "mode": "min"}}
+BEST = {"best_metric": "eval_los", "best_mode": "min"}
+EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
 
 
 @pytest.mark.parametrize(
-  ("task", "kind", "facts"),
+  ("call", "error", "words"),
   [
-    (Task, TypeError, "class .*task=Task()"),
-    (NoMetrics(), ValueError, "NoMetrics .*'metrics'.*'matrics'"),
-    (with_attributes(metrics=Collected), TypeError, "Collected .*merged"),
-    (with_attributes(metrics=Strings), TypeError, "Strings .*strings"),
-    (with_attributes(metrics=dict), TypeError, "metrics .*builtins.dict"),
-    (NO_CLASS, TypeError, "Changed.create_model.*'width'"),
-    (NO_TUPLE, TypeError, r"Changed.init_inputs .*tuple.*float32\[1,2\]"),
-    (NO_ROWS, ValueError, r"Changed.load_data.* collate .*\[2\]"),
-    (NO_AUX, TypeError, "loss .*Aux"),
-    (NO_SCALAR, ValueError, r"scalar.*float32\[8\]"),
-    (with_attributes(load_data=None), ValueError, "config.data is missing"),
+    # Tasks.
+    (lambda: create_setup(Task), TypeError, "class .*task=Task()"),
+    (lambda: create_setup(NoMetrics()), ValueError, "'metrics'.*'matrics'"),
+    (lambda: with_metrics(Collected), TypeError, "Collected .*merged"),
+    (lambda: with_metrics(Strings), TypeError, "Strings .*strings"),
+    (lambda: with_metrics(dict), TypeError, "metrics .*builtins.dict"),
+    (lambda: create_setup(NO_CLASS), TypeError, "Changed.create_.*'width'"),
+    (lambda: create_setup(NO_TUPLE), TypeError, r"Changed.init_.*\[1,2\]"),
+    (lambda: create_setup(NO_ROWS), ValueError, r"Changed.load_.*collate.*\[2"),
+    (lambda: create_setup(NO_AUX), TypeError, "loss .*Aux"),
+    (lambda: create_setup(NO_SCALAR), ValueError, r"scalar.*float32\[8\]"),
+    (lambda: create_setup(Task(), task="a.b"), ValueError, "task=.*task="),
+    (lambda: check_numbers("a.b", NO_NUMBER), ValueError, r"loss .*64\[3\]"),
+    # Data of tasks.
+    (lambda: with_data(iter(EXAMPLES)), TypeError, "only once"),
+    (lambda: with_data(Forever([])), ValueError, "train has no examples"),
+    (lambda: with_data(3), TypeError, "train must be a sequence"),
+    (lambda: with_data(EXAMPLES, Forever(EXAMPLES)), TypeError, "eval must be"),
+    (lambda: create_setup(NO_DATA), ValueError, "config.data is missing"),
+    # Labels of the built-in tasks.
+    (lambda: label(np.int32(7)), ValueError, r"config\.data: .*\[0, 3\).* 7"),
+    (lambda: label(np.int32(-1)), ValueError, r"\[0, 3\).* -1"),
+    (lambda: label(np.float32(1)), ValueError, "integers.*float"),
+    # Configs.
+    (lambda: create_setup(task=WIDHT), ValueError, rf"\('{TASK}'\).*'widht'"),
+    (lambda: create_setup(task=TASK, data="digits"), ValueError, "config.data"),
+    (lambda: create_setup(task=TASK, model=CNN), ValueError, "model.*Task"),
+    (lambda: create_setup(task=TASK, **BEST), ValueError, "best_.*'eval_loss'"),
+    (lambda: create_setup(task=TASK, **STOP), ValueError, "early.*'eval_loss'"),
+    (lambda: create_setup(task="<a.B>"), ValueError, "'<a.B>'.*argument task"),
   ],
 )
-def test_a_mistaken_task_raises(task, kind, facts):
-  with pytest.raises(kind, match=facts):
-    create_setup(task)
-
-
-_TASK = f"{_THIS}:Task"
-_STOP = {"metric": "eval_los", "mode": "min"}
-
-
-@pytest.mark.parametrize(
-  ("fields", "facts"),
-  [
-    ({"task": {"name": _TASK, "widht": 3}}, rf"task \('{_TASK}'\).*'widht'"),
-    ({"task": _TASK, "data": "digits"}, "config.data"),
-    ({"task": _TASK, "model": {"name": "cnn"}}, "model.*Task.create_model"),
-    (
-      {"task": _TASK, "best_metric": "eval_los", "best_mode": "min"},
-      "config.best_metric='eval_los'.*'eval_loss'",
-    ),
-    (
-      {"task": _TASK, "early_stopping": _STOP},
-      "config.early_stopping.metric='eval_los'.*'eval_loss'",
-    ),
-    ({"task": "<a.B>"}, "config.task='<a.B>'.*argument task"),
-  ],
-)
-def test_a_mistaken_config_raises(fields, facts):
-  with pytest.raises(ValueError, match=facts):
-    create_setup(**fields)
-
-
-def test_a_task_is_given_once():
-  with pytest.raises(ValueError, match=r"config\.task=.*task=.*Task"):
-    create_setup(Task(), task="language_modeling")
-
-
-def test_collections_that_the_aux_lacks_warn():
-  task = with_result(lambda loss, aux: (loss, tasks.Aux(aux.metrics)))
-  with pytest.warns(UserWarning, match=r"Changed\.loss.* lacks counts"):
-    create_setup(task)
-
-
-def test_scalar_metrics_warn_if_the_evaluation_is_padded():
-  task = with_result(
-    lambda loss, aux: (loss, aux.replace(metrics={"loss": loss}))
-  )
-  create_setup(task)
-  with pytest.warns(UserWarning, match=r"scalars: loss.*batch_size=5"):
-    create_setup(task, batch_size=5)
+def test_mistakes(call, error, words):
+  with pytest.raises(error, match=words):
+    call()
 
 
 class WithPolicy(Task):
@@ -169,11 +167,30 @@ class WithPolicy(Task):
     del policy
 
 
-def test_a_precision_that_no_model_takes_warns():
-  with pytest.warns(UserWarning, match=r"'mixed_bfloat16'.*Task\.create_model"):
-    create_setup(Task(), precision="mixed_bfloat16")
-  with warnings.catch_warnings(action="error", category=UserWarning):
-    create_setup(task=f"{_THIS}:WithPolicy", precision="mixed_bfloat16")
+NO_COLLECTIONS = with_result(lambda loss, aux: (loss, tasks.Aux(aux.metrics)))
+SCALARS = with_result(
+  lambda loss, aux: (loss, aux.replace(metrics={"loss": loss}))
+)
+BFLOAT16 = {"precision": "mixed_bfloat16"}
+
+
+@pytest.mark.parametrize(
+  ("task", "fields", "warning"),
+  [
+    (NO_COLLECTIONS, {}, r"Changed\.loss.* lacks counts"),
+    (SCALARS, {"batch_size": 5}, "scalars: loss.*batch_size=5"),
+    (SCALARS, {"batch_size": 4}, None),  # the evaluation is not padded
+    (Task(), BFLOAT16, r"'mixed_bfloat16'.*Task\.create_model"),
+    (None, {"task": f"{_THIS}:WithPolicy", **BFLOAT16}, None),
+  ],
+)
+def test_warnings(task, fields, warning):
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", UserWarning)
+    create_setup(task, **fields)
+  told = [str(w.message) for w in caught if w.category is UserWarning]
+  assert len(told) == (warning is not None)
+  assert re.search(warning or "", "".join(told))
 
 
 class WithoutClasses(Task):
@@ -195,40 +212,23 @@ class Moded(nn.Module):
     return nn.Dense(2 if train in (True, False) else 0)(x)
 
 
-# Flax passes static arguments by position only.
-Transformed = nn.remat(nn.jit(Moded, static_argnums=(2,)), static_argnums=(2,))
+class ByPosition(Task):
+  """Flax passes static arguments by position only."""
+
+  def create_model(self):
+    jitted = nn.jit(Moded, static_argnums=(2,))
+    return nn.remat(jitted, static_argnums=(2,))()
+
+  def init_inputs(self, batch):
+    return batch["inputs"], False
+
+  def loss(self, apply_fn, params, batch, rngs, train):
+    call = lambda params, x: apply_fn(params, x, train)
+    return super().loss(call, params, batch, rngs, train)
 
 
-@pytest.mark.parametrize("model", [Moded, Transformed])
-def test_the_mode_may_be_passed_by_position(model):
-  class ByPosition(Task):
-    def create_model(self):
-      return model()
-
-    def init_inputs(self, batch):
-      return batch["inputs"], False
-
-    def loss(self, apply_fn, params, batch, rngs, train):
-      call = lambda params, x: apply_fn(params, x, train)
-      return super().loss(call, params, batch, rngs, train)
-
+def test_the_mode_may_be_passed_by_position():
   create_setup(ByPosition())
-
-
-@pytest.mark.parametrize(
-  "task", [tasks.Classification(3), tasks.LanguageModeling(3)]
-)
-@pytest.mark.parametrize(
-  ("label", "facts"),
-  [
-    (np.int32(7), r"\[0, 3\).* 7"),
-    (np.int32(-1), r"\[0, 3\).* -1"),
-    (np.float32(1), "integers.*float"),
-  ],
-)
-def test_labels_are_checked_by_the_built_in_tasks(task, label, facts):
-  with pytest.raises(ValueError, match=rf"^config\.data: .*{facts}"):
-    task.collate([{"labels": np.int32(0)}, {"labels": label}])
 
 
 @pytest.mark.slow
@@ -254,8 +254,3 @@ def test_language_modeling_weights_tokens():
   assert int(metrics.loss.count) == 2
   assert metrics.compute()["loss"] == pytest.approx(mean)
   assert metrics.compute()["accuracy"] == 0.5
-
-
-def test_a_metric_that_is_no_number_raises():
-  with pytest.raises(ValueError, match=r"Task\.metrics: loss .*float64\[3\]"):
-    evaluation.check_numbers("Task.metrics", {"loss": np.ones(3)})
