@@ -3,24 +3,21 @@
 import collections
 import functools
 
+import agn_problem
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_close
 
 import flaxshard as fs
 from flaxshard import plans
 
 P = jax.sharding.PartitionSpec
 SIZE = 64
-PARAMS = {
-  f"layer{i}": {
-    "w": np.eye(SIZE, dtype=np.float32),
-    "b": np.zeros(SIZE, np.float32),
-  }
-  for i in range(3)
-}
+LAYER = {"w": np.eye(SIZE, dtype=np.float32), "b": np.zeros(SIZE, np.float32)}
+PARAMS = {f"layer{i}": LAYER for i in range(3)}
 BYTES = 4 * sum(p.size for p in jax.tree.leaves(PARAMS))
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
@@ -36,9 +33,7 @@ def step(state, x):
   return state.minimize(loss_fn, x)
 
 
-@functools.cache
-def all_devices():
-  return fs.Strategy()
+EIGHT = agn_problem.strategy_of(8)
 
 
 def create(strategy, wrappers, tx=ADAM, params=PARAMS):
@@ -52,14 +47,14 @@ def create(strategy, wrappers, tx=ADAM, params=PARAMS):
 
 @functools.cache
 def compile_step(*wrappers, tx=ADAM):
-  run, state, x = create(all_devices(), wrappers, tx)
+  run, state, x = create(EIGHT, wrappers, tx)
   return run.lower(state, x).compile()
 
 
 def collectives(compiled):
   """Returns `{kind: bytes}` of all collectives, which commits alone have."""
   kinds = collections.Counter()
-  for found in plans.collectives(compiled, all_devices().mesh):
+  for found in plans.collectives(compiled, EIGHT.mesh):
     assert found.in_commit
     kinds[found.kind] += found.result_bytes
   return kinds
@@ -72,22 +67,19 @@ def collectives(compiled):
     # Eight divides every leaf. The all-gather is of the center and its slots.
     ("sequential", ADAM, {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}),
     # It mixes elements. The loop runs eight times.
-    pytest.param(
-      "sequential", CLIPPED, {"all-reduce": BYTES}, marks=pytest.mark.slow
-    ),
+    ("sequential", CLIPPED, {"all-reduce": BYTES}),
   ],
 )
 def test_a_commit_communicates_inside_the_conditional_alone(commit, tx, wanted):
   compiled = compile_step(fs.AGN(10, commit), tx=tx)
   assert collectives(compiled) == wanted
   if commit == "mean":
-    assert len(plans.collectives(compiled, all_devices().mesh)) == 1
+    assert len(plans.collectives(compiled, EIGHT.mesh)) == 1
 
 
-@pytest.mark.slow
 def test_loss_scaling_adds_the_reduction_of_one_scalar():
   compiled = compile_step(fs.LossScale("dynamic"), fs.AGN(10, "mean"))
-  found = plans.collectives(compiled, all_devices().mesh)
+  found = plans.collectives(compiled, EIGHT.mesh)
   outside = [c for c in found if not c.in_conditional]
   assert [(c.kind, c.result_bytes) for c in outside] == [("all-reduce", 4)]
 
@@ -103,49 +95,26 @@ def test_memory_of_the_state_and_of_a_commit():
     assert more < temporary * BYTES
 
 
-SPLIT = {"w": [P(None, "model"), P("model", None)], "b": [P("model"), P()]}
-
-
-def split_params(strategy):
-  return {
-    name: {
-      key: jax.device_put(
-        x, jax.sharding.NamedSharding(strategy.mesh, SPLIT[key][i % 2])
-      )
-      for key, x in layer.items()
-    }
-    for i, (name, layer) in enumerate(PARAMS.items())
-  }
-
-
-@pytest.mark.parametrize(
-  "commit", ["mean", pytest.param("sequential", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
 def test_logical_devices_exchange_their_shards(commit):
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
-  run, state, x = create(
-    strategy, [fs.AGN(3, commit=commit)], params=split_params(strategy)
-  )
-  agn = state.wrapper_states["agn"]
-  assert agn.local_params["layer1"]["w"].sharding.spec == P("replica", "model")
+  sharding = jax.sharding.NamedSharding(strategy.mesh, P("model"))
+  split = jax.tree.map(lambda x: jax.device_put(x, sharding), PARAMS)
+  wrapper = fs.AGN(3, commit=commit)
+  run, state, x = create(strategy, [wrapper], params=split)
   found = plans.collectives(run.lower(state, x).compile(), strategy.mesh)
   total = sum(c.result_bytes for c in found if "replica" in c.axes)
-  per_device = sum(
-    p.addressable_shards[0].data.nbytes for p in jax.tree.leaves(state.params)
-  )
-  assert total == per_device * (1 if commit == "mean" else 5)
-  if commit == "mean":
-    return
+  assert total == BYTES // 2 * {"mean": 1, "sequential": 5}[commit]
   # The values are those of replicas with one device.
-  whole = fs.Strategy(devices=jax.devices()[:4])
-  run2, state2, x2 = create(whole, [fs.AGN(3, commit=commit)])
+  run_whole, whole, x_whole = create(agn_problem.strategy_of(4), [wrapper])
   for _ in range(4):
     state, _ = run(state, x)
-    state2, _ = run2(state2, x2)
-  agn, agn2 = state.wrapper_states["agn"], state2.wrapper_states["agn"]
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    whole, _ = run_whole(whole, x_whole)
+  agn, wanted = state.wrapper_states["agn"], whole.wrapper_states["agn"]
+  assert_trees_close(
     (state.params, agn.local_params, agn.grad_accum),
-    (state2.params, agn2.local_params, agn2.grad_accum),
+    (whole.params, wanted.local_params, wanted.grad_accum),
+    rtol=1e-4,
+    atol=1e-5,
   )
   assert agn.local_params["layer1"]["w"].sharding.spec == P("replica", "model")

@@ -1,15 +1,24 @@
-"""AGN beside a NumPy reference; its arguments, errors and warnings."""
+"""AGN beside a reference and the original; with other wrappers and leaves."""
 
+import functools
+import json
+import pathlib
 import warnings
 
 import agn_problem
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+import quadratic_states
+from tree_equality import assert_trees_close
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
+P = jax.sharding.PartitionSpec
+FIGURES = pathlib.Path(__file__).parents[1] / "testdata" / "agn.json"
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
@@ -49,64 +58,54 @@ def test_every_step_equals_the_reference(wrapper, name, sizes):
     assert_trees_equal(state.opt_state, tx.init(agn_problem.PARAMS))
 
 
-def test_a_step_of_several_replicas_outside_of_run_raises():
-  state = agn_problem.create(
-    agn_problem.strategy_of(2), fs.AGN(2), optax.sgd(0.1)
-  )
-  targets = agn_problem.targets_of_replica(0)
-  with pytest.raises(ValueError, match=r"'agn'.* 2 replicas"):
-    jax.jit(agn_problem.step)(state, targets)
+# Numbers of the original program.
+
+ORIGINALS = {"sgd": optax.sgd, "momentum": optax.sgd, "adam": optax.adam}
+HYPER = {"lr": "learning_rate", "beta1": "b1", "beta2": "b2", "epsilon": "eps"}
 
 
-def test_a_state_of_one_replica_in_run_raises():
-  state = agn_problem.create(None, fs.AGN(2, commit="mean"), optax.sgd(0.1))
-  strategy = agn_problem.strategy_of(2)
-  with pytest.raises(ValueError) as e:
-    strategy.run(agn_problem.step, (state, agn_problem.targets_of(strategy)))
-  for fact in ("agn/local_params/b", "2 replicas", "(1, 3)"):
-    assert fact in str(e.value)
-
-
-# Arguments.
+def original_loss(params, problem):
+  if "v0" in problem:
+    return sum((p * problem[k]).sum() for k, p in params.items())
+  errors = {i: params[f"v{i}"] - problem[f"b{i}"] for i in (0, 1)}
+  return sum((0.5 * problem[f"a{i}"] * errors[i] ** 2).sum() for i in (0, 1))
 
 
 @pytest.mark.parametrize(
-  ("call", "error", "fact"),
-  [
-    (lambda: fs.AGN(0), ValueError, "AGN: communication_period"),
-    (lambda: fs.AGN(commit="max"), ValueError, "'sequential', 'mean', 'sum'"),
-    (lambda: fs.AGN(share_step_count=1), TypeError, "AGN: share_step_count"),
-    (lambda: fs.AGN(commit_delta="no"), TypeError, "AGN: commit_delta"),
-    (lambda: fs.AGN(outer_tx=0.7), TypeError, "AGN: outer_tx"),
-    (lambda: fs.AGN(outer_tx=optax.sgd), TypeError, "AGN: outer_tx"),
-    (
-      lambda: fs.AGN(outer_tx=optax.sgd(1.0), share_step_count=True),
-      ValueError,
-      "share_step_count=True",
-    ),
-    (lambda: fs.AGN(transport="grpc"), ValueError, "'compiled', 'store'"),
-    (
-      lambda: fs.AGN(transport="store", share_step_count=True),
-      ValueError,
-      "share_step_count=True",
-    ),
-    # Together with a period of 10.
-    (lambda: fs.AGN(transport=fs.Store(11)), ValueError, "fragments .* 11"),
-    (lambda: fs.AGN(transport=fs.Store(delay=10)), ValueError, "delay .* 10"),
-    (lambda: fs.AGN(transport=fs.Store(quorum=2)), ValueError, "quorum=2"),
-    (lambda: fs.Store(0), ValueError, "Store: fragments must be at least 1"),
-    (lambda: fs.Store(1.5), TypeError, "Store: fragments"),
-    (lambda: fs.Store(delay=-1), ValueError, "Store: delay"),
-    (lambda: fs.Store(blend=1.0), ValueError, "Store: blend"),
-    (lambda: fs.Store(quorum=0), ValueError, "Store: quorum"),
-    (lambda: fs.Store(grace=-1.0), ValueError, "Store: grace"),
-    (lambda: fs.Store(deadline="1"), TypeError, "Store: deadline"),
-    (lambda: fs.Store(commit_dtype="int2"), ValueError, "'int4'"),
-  ],
+  "case", json.loads(FIGURES.read_text())["cases"], ids=lambda c: c["name"]
 )
-def test_mistakes(call, error, fact):
-  with pytest.raises(error, match=fact):
-    call()
+def test_every_step_equals_that_of_the_original(case):
+  config = case["config"]
+  workers, name = config["num_workers"], config["optimizer"]
+  hyper = {HYPER.get(k, k): x for k, x in config["hyper"].items()}
+  strategy = agn_problem.strategy_of(workers)
+  state = quadratic_states.create(
+    [fs.AGN(config["period"], share_step_count=name == "adam")],
+    ORIGINALS[name](**hyper),
+    {k: np.float32(v) for k, v in config["init"].items()},
+    strategy=strategy,
+  )
+  problems = strategy.distribute_values_from_function(
+    lambda context: {
+      k: np.float32(x)
+      for k, x in config["problem"][context.replica_id_in_sync_group].items()
+    }
+  )
+  run = strategy.jit(lambda state, x: state.minimize(original_loss, x)[0])
+  close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+  for i in range(0, len(case["steps"]), workers):
+    state = run(state, problems)
+    agn = jax.device_get(state.wrapper_states["agn"])
+    for worker, row in enumerate(case["steps"][i : i + workers]):
+      assert row["worker"] == worker
+      for name in ("v0", "v1"):
+        close(agn.local_params[name][worker], row["local"][name])
+        close(agn.grad_accum[name][worker], row["acc"][name])
+    # After the commit of the last worker.
+    for name in ("v0", "v1"):
+      close(state.params[name], row["center"][name])
+    assert int(agn.local_step) == int(state.step) == row["local_step"]
+    assert int(agn.commits) * workers == row["global_step"]
 
 
 @pytest.mark.parametrize(("period", "warns"), [(5, True), (6, False)])
@@ -120,3 +119,205 @@ def test_too_frequent_sequential_commits_warn(period, warns):
     strategy.run(agn_problem.step, (state, targets))
   found = [f"communication_period={period}" in str(w.message) for w in caught]
   assert found == [True, True] * warns
+
+
+# With other wrappers and collections.
+
+FOUR = agn_problem.strategy_of(4)
+PARAMS = {"w": np.arange(6, dtype=np.float32) / 4, "b": np.float32(0.5)}
+SGD = optax.sgd(0.25)
+SCALE = fs.DynamicLossScale(8.0, growth_interval=2)
+# Powers of two, so that sums are exact in any order.
+XS = np.array([0.5, 1.0, 2.0, 4.0], np.float32)
+GOOD = np.ones(4, np.float32)
+BAD = np.array([1, 1, np.inf, 1], np.float32)
+
+
+def loss_fn(params, x, factor=1.0):
+  return (params["w"].sum() * x + params["b"] * x) * factor
+
+
+RUN = FOUR.jit(lambda state, x, f: state.minimize(loss_fn, x[0], f[0])[0])
+
+
+def run(state, factors=GOOD):
+  return RUN(state, FOUR.shard_batch(XS), FOUR.shard_batch(factors))
+
+
+def create(wrappers, params=PARAMS, tx=SGD, strategy=FOUR, **collections):
+  return quadratic_states.create(
+    wrappers, tx, params, strategy=strategy, **collections
+  )
+
+
+def apply(state, grads, strategy=FOUR):
+  step = lambda state, grads: state.apply_gradients(grads=grads)
+  return strategy.run(step, args=(state, grads))
+
+
+def agn(state):
+  return state.wrapper_states["agn"]
+
+
+@pytest.mark.parametrize(
+  ("scale_first", "commit"), [(True, "sequential"), (False, "mean")]
+)
+def test_a_skipped_step_changes_nothing_but_the_loss_scale(scale_first, commit):
+  wrappers = [fs.LossScale(SCALE), fs.AGN(3, commit=commit)]
+  state = create(wrappers if scale_first else wrappers[::-1])
+  plain = create([fs.AGN(3, commit=commit)])
+  for i in range(4):
+    # One replica overflows at the end of a period: no replica takes the step,
+    # and the next one commits.
+    if i == 2:
+      before, state = state, run(state, BAD)
+      assert_trees_equal(
+        (before.params, agn(before), before.step),
+        (state.params, agn(state), state.step),
+      )
+      scale = state.wrapper_states["loss_scale"]
+      assert (float(scale.scale), int(scale.skipped_steps)) == (8.0, 1)
+    state, plain = run(state), run(plain)
+    assert_trees_close(
+      (state.params, state.opt_state, agn(state), state.step),
+      (plain.params, plain.opt_state, agn(plain), plain.step),
+      rtol=1e-6,
+    )
+  # A commit, which updates the center too, counts as one good step.
+  scale = state.wrapper_states["loss_scale"]
+  assert (float(scale.scale), int(scale.good_steps)) == (16.0, 0)
+  assert int(agn(state).commits) == 1
+
+
+def test_groups_of_cross_shard_commit_to_one_center():
+  groups = ((0, 1), (2, 3))
+  state = create([fs.CrossShard("mean", groups), fs.AGN(2, commit="mean")])
+  for _ in range(3):
+    state = run(state)
+  local = np.asarray(agn(state).local_params["b"])
+  assert local[0] == local[1] != local[2] == local[3]
+  wanted = PARAMS["b"] - 0.25 * XS.mean()
+  for device in state.params["b"].addressable_shards:
+    np.testing.assert_allclose(device.data, wanted)
+
+
+def average_step(state, x):
+  """Keeps a moving average of the batches, as BatchNorm does."""
+  mean = 0.5 * state.batch_stats["mean"] + 0.5 * x.mean(0)
+  _, grads = state.value_and_grad(loss_fn, x.mean())
+  state = state.apply_gradients(grads=grads, batch_stats={"mean": mean})
+  return state, state.batch_stats["mean"]
+
+
+def test_collections_are_per_replica_and_averaged_by_a_commit():
+  x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+  x += np.arange(8)[:, None]
+  wrappers = [fs.LossScale("dynamic"), fs.AGN(3)]
+  state = create(wrappers, batch_stats={"mean": np.zeros(3, np.float32)})
+  step, batch = FOUR.jit(average_step), FOUR.shard_batch(x)
+  own, committed = np.zeros((4, 3)), np.zeros(3)
+  for i in range(1, 8):
+    state, seen = step(state, batch)
+    own = 0.5 * own + 0.5 * x.reshape(4, 2, 3).mean(1)
+    if i % 3 == 0:
+      committed = own.mean(0)
+      own = np.broadcast_to(committed, (4, 3))
+    stored = agn(state).collections["batch_stats"]["mean"]
+    np.testing.assert_allclose(seen.value, own, rtol=1e-5)
+    np.testing.assert_allclose(stored, own, rtol=1e-5)
+    np.testing.assert_allclose(
+      state.batch_stats["mean"], committed, rtol=1e-5, atol=1e-7
+    )
+  assert stored.sharding.spec == P("replica")
+
+
+def test_collections_of_one_replica_outside_of_run():
+  x = np.ones((4, 3), np.float32) * np.arange(3)
+  stats = {"mean": np.zeros(3, np.float32)}
+  state = create([fs.AGN(3)], strategy=None, batch_stats=stats)
+  for _ in range(2):
+    state, mean = jax.jit(average_step)(state, x)
+  np.testing.assert_allclose(mean, 0.75 * np.arange(3))
+
+
+# Leaves without a gradient, and unusual trees.
+
+
+@pytest.mark.parametrize(
+  ("commit", "delta"), [("sequential", True), ("mean", False)]
+)
+def test_leaves_without_a_gradient(commit, delta):
+  # "a" has a gradient in both steps of a period, "b" in the first one alone,
+  # the others in none; a skipped step counts for none.
+  params = dict.fromkeys(("a", "b", "never", "frozen"), np.ones(2, np.float32))
+  params["count"] = np.arange(2, dtype=np.int32)
+  labels = lambda params: {k: "f" if k == "frozen" else "t" for k in params}
+  decay = optax.chain(optax.add_decayed_weights(0.5), SGD)
+  tx = optax.multi_transform({"t": decay, "f": optax.set_to_zero()}, labels)
+  wrapper = fs.AGN(2, commit=commit, commit_delta=delta)
+  state = create([wrapper, fs.LossScale(SCALE)], params, tx)
+  grads = {k: np.ones(2, np.float32) for k in params} | {"never": None}
+  state = apply(state, grads)
+  local = 1 - 0.25 * 1.5
+  np.testing.assert_array_equal(agn(state).local_params["b"], local)
+  infinite = dict.fromkeys(params, np.full(2, np.inf, np.float32))
+  before, state = state, apply(state, infinite)
+  assert_trees_equal(agn(state), agn(before))
+  state = apply(state, {**grads, "b": None})
+  commits = np.repeat((1 - local) if delta else 0.5, 4)
+  if commit == "mean":
+    commits = commits[:1]
+  b, new_local = 1.0, []
+  for g in commits:
+    b -= 0.25 * (g + 0.5 * b)
+    new_local.append(b)
+  np.testing.assert_allclose(state.params["b"], b)
+  np.testing.assert_allclose(
+    agn(state).local_params["b"][:, 0], np.resize(new_local, 4)
+  )
+  np.testing.assert_array_equal(agn(state).grad_accum["b"], 0)
+  for tree in (state.params, agn(state).local_params):
+    for key in ("never", "frozen", "count"):
+      wanted = np.broadcast_to(params[key], tree[key].shape)
+      np.testing.assert_array_equal(tree[key], wanted)
+      assert tree[key].dtype == params[key].dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_are_accumulated_in_float32(dtype):
+  params = {"w": jnp.ones(16, dtype)}
+  state = create([fs.AGN(64)], params, optax.sgd(2.0**-6))
+  for _ in range(3):
+    state = apply(state, {"w": jnp.full(16, 1 + 2.0**-6, dtype)})
+  own = agn(state)
+  assert own.local_params["w"].dtype == state.params["w"].dtype == dtype
+  # In bfloat16 the sum of three would have been rounded.
+  assert own.grad_accum["w"].dtype == jnp.float32
+  gradient = np.float32(jnp.asarray(1 + 2.0**-6, dtype))
+  np.testing.assert_array_equal(own.grad_accum["w"], 3 * gradient)
+
+
+def test_an_update_that_depends_on_the_size_of_arrays():
+  # Above 12 elements in total, below on each device.
+  large = lambda params: jax.tree.map(lambda p: p.size > 12, params)
+  tx = optax.chain(optax.add_decayed_weights(1.0, mask=large), optax.sgd(0.5))
+  strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+  sharding = jax.sharding.NamedSharding(strategy.mesh, P(None, "model"))
+  w = jax.device_put(np.ones((8, 8), np.float32), sharding)
+  state = create([fs.AGN(1)], {"w": w}, tx, strategy)
+  state = apply(state, {"w": jnp.zeros((8, 8))}, strategy)
+  np.testing.assert_allclose(state.params["w"], 0.5**4)
+
+
+def test_trees_with_empty_leaves_and_containers():
+  params = {
+    "w": np.ones(4, np.float32),
+    "none": None,
+    "empty": np.ones((3, 0), np.float32),
+    "tuple": (np.ones(1, np.float32), {}),
+  }
+  state = create([fs.AGN(1)], params, optax.adam(0.25))
+  new = apply(state, jax.tree.map(jnp.ones_like, params))
+  assert jax.tree.structure(new.params) == jax.tree.structure(params)
+  for leaf in (new.params["w"], new.params["tuple"][0]):
+    np.testing.assert_allclose(leaf, 1 - 0.25 * 4, atol=1e-4)
