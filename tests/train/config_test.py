@@ -1,40 +1,37 @@
-"""Configs: defaults, files, and mistakes."""
+"""Configs: defaults, files, and the command line."""
 
 import pathlib
 import re
 
+from absl import flags
 import ml_collections
 import numpy as np
 import pytest
+import tiny
 
 import flaxshard as fs
+from flaxshard.train import command_line
 from flaxshard.train import config as config_lib
 from flaxshard.train.config import definition
 from flaxshard.train.config import text
 
 _CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+REQUIRED = {
+  "model": {"name": "cnn", "features": (4,)},
+  "data": {"name": "digits"},
+  "batch_size": 16,
+  "num_train_steps": 8,
+  "learning_rate": 1e-2,
+}
 
 
-def make(**fields):
-  """Returns a config with only the required fields, and `fields`."""
-  config = dict(
-    model={"name": "cnn", "features": (4,)},
-    data={"name": "digits"},
-    batch_size=16,
-    num_train_steps=8,
-    learning_rate=1e-2,
-  )
-  return {**config, **fields}
-
-
-def test_a_config_starts_from_the_defaults():
+def test_a_checked_config_is_a_locked_copy_with_the_defaults():
   config = fs.config.defaults()
-  config.update(make())
-  checked = fs.config.check(make())
+  config.update(REQUIRED)
+  checked = fs.config.check(REQUIRED)
   assert checked.to_dict() == fs.config.check(config).to_dict()
   assert list(checked) == list(config)
   assert (checked.seed, checked.wrappers, checked.mesh.replica) == (0, (), -1)
-  assert (checked.optimizer.name, checked.precision) == ("adamw", "float32")
   config.mesh.rules = "fsdp"  # another type than that of the default
   config.optimizer.weight_decay = 0.1
   checked = fs.config.check(config)
@@ -42,64 +39,53 @@ def test_a_config_starts_from_the_defaults():
   assert checked.optimizer.to_dict() == {"name": "adamw", "weight_decay": 0.1}
   # Each call returns dicts of its own.
   assert "weight_decay" not in fs.config.defaults().optimizer
+  with pytest.raises(AttributeError, match="batch_sise"):
+    checked.batch_sise = 3
+  checked.model.name = "mlp"
+  assert config.model.name == "cnn" and not config.is_locked
 
 
 @pytest.mark.parametrize(
   "fields",
   [
-    dict(
-      learning_rate=1,
-      optimizer={"name": "sgd", "momentum": 0.9},
-      schedule={"name": "cosine", "warmup_steps": 2},
-      profile_steps=(3, 3),
-      checkpoint_every_minutes=0.5,
-      keep_every_steps=1000,
-      best_metric="eval_loss",
-      keep_best=2,
-      task="language_modeling",
+    {
+      "schedule": {"name": "cosine", "warmup_steps": 2},
+      "profile_steps": (3, 3),
+      "checkpoint_every_minutes": 0.5,
+      "best_metric": "eval_loss",
+      "keep_best": 2,
       # A name of a package is not imported.
-      hooks=({"name": "no_such_package:hook"},),
-    ),
-    dict(task="no_such_package:Task", model={"size": 3}, data={}),
-    dict(wrappers=("agn",), mesh={"replica": 1}),
-    dict(wrappers=("ema", "agn"), mesh={"per_replica": True}),
-    dict(wrappers=(("agn", {"transport": "store"}),)),
-    dict(mesh={"axes": (("x", 2), ("y", 1)), "rules": "fsdp"}),
-    dict(mesh={"rules": (("kernel$", (None, "replica")), ("bias", None))}),
-    dict(mesh={"rules": {"name": "fsdp", "min_size": 64}}),
-    dict(mesh={"logical_devices": 4, "split": {"inputs": (1, 2, 2, 1)}}),
+      "hooks": ({"name": "no_such_package:hook"},),
+    },
+    {
+      "task": {"name": "no_such_package:Task"},
+      "model": {"size": 3},
+      "data": {},
+    },
+    {"wrappers": ("agn",), "mesh": {"replica": 1}},
+    {"wrappers": (("agn", {"transport": "store"}),)},
+    {"mesh": {"axes": (("x", 2), ("y", 1)), "rules": "fsdp"}},
+    {"mesh": {"rules": (("kernel$", (None, "replica")), ("bias", None))}},
+    {"mesh": {"rules": {"name": "fsdp", "min_size": 64}}},
   ],
 )
 def test_given_values_are_kept(fields):
-  checked = fs.config.check(ml_collections.ConfigDict(make(**fields)))
+  checked = fs.config.check(ml_collections.ConfigDict({**REQUIRED, **fields}))
   for name, value in fields.items():
     kept = checked.to_dict()[name]
-    if name == "mesh":
-      kept = {key: kept[key] for key in value}
-    assert kept == ({"name": value} if name == "task" else value)
-  assert fs.config.check(checked).to_dict() == checked.to_dict()
+    assert kept == value or {key: kept[key] for key in value} == value
 
 
 def test_lists_and_numpy_numbers_are_plain_values():
-  fields = dict(batch_size=np.int64(16), learning_rate=np.float32(0.5))
+  fields = {"batch_size": np.int64(16), "learning_rate": np.float32(0.5)}
   fields["model"] = {"name": "cnn", "policy": fs.Policy("mixed_float16")}
-  checked = fs.config.check(make(**fields, hooks=["a:b"], freeze=["^head/"]))
+  fields |= {"hooks": ["a:b"], "freeze": ["^head/"]}
+  checked = fs.config.check({**REQUIRED, **fields})
   # Arguments of other types stay.
   assert checked.model.policy == fs.Policy("mixed_float16")
   kept = (checked.batch_size, checked.learning_rate)
   assert kept == (16, 0.5) and [type(x) for x in kept] == [int, float]
   assert (checked.hooks, checked.freeze) == (({"name": "a:b"},), ("^head/",))
-
-
-def test_the_result_is_a_locked_copy():
-  config = ml_collections.ConfigDict(make())
-  checked = fs.config.check(config)
-  with pytest.raises(AttributeError, match="batch_sise"):
-    checked.batch_sise = 3
-  checked.model.name = "mlp"
-  checked.batch_size = 3
-  assert config.to_dict() == make()
-  assert not config.is_locked
 
 
 def test_the_help_has_the_type_the_default_and_the_meaning_of_each_field():
@@ -113,93 +99,18 @@ def test_the_help_has_the_type_the_default_and_the_meaning_of_each_field():
   assert "\n#### `mesh.replica`\n\nNumber of replicas" in text.markdown()
 
 
-# The fields, and what the message names. Few values: pydantic has its tests,
-# and so have patterns, rules, wrappers and optimizers.
-BEST = dict(best_metric="eval_loss", eval_every_steps=3)
-TWICE = {"axes": (("x", 2),), "logical_devices": 2}
-MISTAKES = [
-  # Missing and unknown fields and names.
-  (dict(model=None), "config.model.name None cnn"),
-  (dict(data={"path": "a"}), "config.data.name None digits"),
-  (dict(batch_size=None), "config.batch_size None integer"),
-  (dict(bach_size=16), "config.bach_size 'batch_size' num_train"),
-  (dict(replica=2, batch_size=None), "config.replica config.mesh.replica"),
-  (dict(mesh={"replicas": 8}), "config.mesh.replicas 'replica'"),
-  (dict(mesh=8), "config.mesh 8"),
-  (dict(optimizer={"name": "adam", "b3": 0}), "config.optimizer 'b3'"),
-  (dict(optimizer="adamm"), "config.optimizer 'adamm' 'adam'"),
-  (dict(model={"name": "cn"}), "config.model 'cn' 'cnn'"),
-  (dict(task="classificatio"), "config.task 'classification'"),
-  # Numbers, choices and names.
-  (dict(batch_size=0), "config.batch_size 0 1"),
-  (dict(batch_size=True), "config.batch_size True integer"),
-  (dict(batch_size="16"), "config.batch_size '16' integer"),
-  (dict(learning_rate=1e39), "config.learning_rate 1e+39 less"),
-  (dict(learning_rate=float("nan")), "config.learning_rate nan"),
-  (dict(on_nonfinite="stopp"), "config.on_nonfinite 'stop' 'stopp'"),
-  (dict(best_metric="accuracy"), "config.best_metric='accuracy' mode"),
-  (dict(data=3), "config.data 3 dict"),
-  (dict(hooks=(3,)), "config.hooks.0 3"),
-  (dict(hooks=("log",)), "config.hooks[0] 'log' package.module:"),
-  # Patterns and ranges.
-  (dict(freeze="head"), "config.freeze 'head' tuple"),
-  (dict(learning_rates=(("head", 0.0),)), "config.learning_rates[0] 0"),
-  (dict(profile_steps=(3, 2)), "config.profile_steps (3, 2) last"),
-  # The mesh.
-  (dict(mesh={"replica": 0}), "config.mesh.replica 0 -1"),
-  (dict(mesh={"axes": ("model", 2)}), "config.mesh.axes.0 'model'"),
-  (dict(mesh={"axes": (("a", 2), ("a", 2))}), "config.mesh.axes 'a'"),
-  (dict(mesh={"axes": (("replica", 2),)}), "config.mesh.axes 'replica'"),
-  (dict(mesh={"split": {"inputs": 8}}), "config.mesh.split.inputs 8"),
-  (dict(mesh={"rules": {"name": "fsdb"}}), "config.mesh.rules 'fsdb'"),
-  # Wrappers: a comma forgotten, and those that reduce gradients.
-  (dict(wrappers=("loss_scale", {"scale": 1})), "config.wrappers [1]"),
-  (dict(wrappers=("ema", "ema")), "config.wrappers 'ema' twice"),
-  (dict(wrappers=("ema", "agn")), "config.wrappers: agn mesh.per_replica=True"),
-  # Fields that need others or contradict them.
-  (dict(init_from={"pth": "a"}), "init_from.pth 'path'"),
-  (dict(init_from={"keep": ("b",)}), "init_from.keep init_from.path"),
-  (dict(init_from={"path": "a", "rename": ("b",)}), "from.rename 'b'"),
-  (dict(lora={"alpha": 8}), "lora.alpha lora.rank"),
-  (dict(early_stopping={"metric": "bleu"}), "stopping.mode 'bleu' 'max'"),
-  (dict(keep_every_steps=6), "keep_every_steps=6 checkpoint_every_steps=1000"),
-  (dict(keep_best=2), "config.keep_best=2 config.best_metric"),
-  (BEST, "checkpoint_every_steps=1000 config.eval_every_steps=3"),
-  (dict(mesh=TWICE), "config.mesh.logical_devices=2 config.mesh.axes=(('x',"),
-]
+# Files.
 
 
-@pytest.mark.parametrize(("fields", "facts"), MISTAKES)
-def test_mistakes_name_the_field_the_value_and_what_is_allowed(fields, facts):
-  with pytest.raises(ValueError) as e:
-    fs.config.check(make(**fields))
-  for fact in facts.split():
-    assert fact in str(e.value)
-
-
-def test_other_objects_than_configs_raise():
-  with pytest.raises(TypeError, match="config"):
-    fs.config.check([("batch_size", 3)])
-  with pytest.raises(TypeError, match=r"'digits'.*config\.read"):
-    fs.config.check("digits")
-
-
-def test_names_are_those_of_the_configs_folder():
+def test_configs_of_flaxshard_are_valid():
   names = config_lib.names()
   assert list(names) == sorted(p.stem for p in _CONFIGS.glob("*.py"))
   for name, meaning in names.items():
     assert 0 < len(meaning) < 80 and meaning.endswith("."), name
-
-
-@pytest.mark.parametrize("name", config_lib.names())
-def test_configs_of_flaxshard_are_valid(name):
-  config = config_lib.read(name)
-  checked = config_lib.check(config)
-  # What a file spells is what the run has, and a path gives the same.
-  assert checked.to_dict() == config.to_dict()
-  assert config_lib.read(str(_CONFIGS / f"{name}.py")).to_dict() == (
-    config.to_dict()
-  )
+    config = config_lib.read(name).to_dict()
+    # What a file spells is what the run has, and a path gives the same.
+    assert config_lib.check(config).to_dict() == config, name
+    assert config_lib.read(str(_CONFIGS / f"{name}.py")).to_dict() == config
 
 
 def test_own_files_take_arguments_and_get_the_defaults(tmp_path, monkeypatch):
@@ -223,43 +134,144 @@ def test_own_files_take_arguments_and_get_the_defaults(tmp_path, monkeypatch):
   assert config_lib.read("package_of_config_test.mine:4").batch_size == 4
 
 
-def test_references_between_fields_are_kept(tmp_path):
+# The command line.
+
+_MINE = """
+import flaxshard as fs
+
+def get_config(size=8):
+  config = fs.config.read("digits")
+  config.batch_size = int(size)
+  config.log_every_steps = config.get_ref("num_train_steps") // 10
+  config.model = {
+    "name": "cnn", "features": [4, 8], "dense": 3, "flag": False, "kind": "a",
+  }
+  return config
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
   path = tmp_path / "my_config.py"
-  path.write_text(
-    "import flaxshard as fs\n"
-    "def get_config():\n"
-    "  config = fs.config.defaults()\n"
-    "  config.num_train_steps = 100\n"
-    "  config.log_every_steps = config.get_ref('num_train_steps') // 10\n"
-    "  return config\n"
-  )
-  config = config_lib.read(str(path))
-  config.num_train_steps = 50
-  assert config.log_every_steps == 5
+  path.write_text(_MINE)
+  return path
+
+
+def parse(*arguments):
+  """Returns the flags of a command line."""
+  values = flags.FlagValues()
+  for name in ("config", "workdir", "plan"):
+    flags.DEFINE_string(name, None, "", flag_values=values)
+  for name in ("list", "version", "synchronize"):
+    flags.DEFINE_boolean(name, False, "", flag_values=values)
+  argv = ["flaxshard", *arguments]
+  assert command_line.parse_flags(argv, values) == ["flaxshard"]
+  return values
+
+
+def test_flags_may_stand_in_any_order_and_in_a_file(path, tmp_path):
+  values = parse("--config.seed", "3", f"--config={path}:4", "--workdir", "w")
+  assert (values.config.batch_size, values.config.seed) == (4, 3)
+  assert values.workdir == "w"
+  flagfile = tmp_path / "flags"
+  flagfile.write_text("--config.batch_size=3\n--config.model.features=5\n")
+  argv = [f"--flagfile={flagfile}", "--config", str(path), "--workdir=w"]
+  config = parse(*argv).config
+  assert (config.batch_size, config.model.features) == (3, [5])
 
 
 @pytest.mark.parametrize(
-  ("name", "facts"),
+  ("argv", "path_of_field", "value"),
   [
-    ("digitz", ("digitz: there is no config", "'digits'")),
-    ("mine", ("Did you mean 'mine.py'",)),
-    ("digits.py", ("no such file in", "'digits'")),
-    ("config/digit.py", ("no such file in", "'digits'")),
-    (".", ("is a folder",)),
-    ("no_such_package.configs", ("No module named 'no_such_package'",)),
-    ("mine.py", ("no function get_config", "'get_confg'")),
-    ("none.py", ("get_config() returns None",)),
+    (["-config.batch_size", "1_000"], "batch_size", 1000),
+    (["--config.learning_rate=1e-3"], "learning_rate", 1e-3),
+    (["--config.mesh.replica", "-1"], "mesh.replica", -1),
+    (["--config.mesh.per_replica"], "mesh.per_replica", True),
+    (["--noconfig.mesh.per_replica"], "mesh.per_replica", False),
+    (["--config.wrappers=()"], "wrappers", ()),
+    (["--config.wrappers=ema"], "wrappers", ("ema",)),
+    (["--config.mesh.rules={'name': 'fsdp'}"], "mesh.rules.name", "fsdp"),
+    (["--config.mesh.split.inputs=(1, 2)"], "mesh.split.inputs", (1, 2)),
+    (["--config.optimizer=sgd"], "optimizer", "sgd"),
+    (["--config.optimizer=a", "--config.optimizer.b=1"], "optimizer.name", "a"),
+    (["--config.task.name=a.b:C"], "task.name", "a.b:C"),
+    (["--config.init_from.path=12"], "init_from.path", "12"),
+    # The last one counts, as with other flags.
+    (["--config.seed=1", "--config.seed=2"], "seed", 2),
+    # What refers to another field follows it.
+    (["--config.num_train_steps=50"], "log_every_steps", 5),
+    # Arguments keep their type.
+    (["--config.model.features=(16, 32)"], "model.features", [16, 32]),
+    (["--config.model.dense=0.5"], "model.dense", 0.5),
+    (["--config.model.dense=None"], "model.dense", None),
+    (["--config.model.flag=true"], "model.flag", True),
+    (["--config.model.kind=3"], "model.kind", "3"),
+    (["--config.model.new=3"], "model.new", 3),
   ],
 )
-def test_what_gives_no_config_is_named(tmp_path, monkeypatch, name, facts):
-  (tmp_path / "mine.py").write_text("def get_confg(): pass")
-  (tmp_path / "none.py").write_text("def get_config(): pass")
-  # As README's workdir, seen from the folder that it is in.
-  (tmp_path / "digits").mkdir()
-  monkeypatch.chdir(tmp_path)
-  with pytest.raises(ValueError) as e:
-    config_lib.read(name)
-  for fact in (name, *facts):
-    assert fact in str(e.value)
-  # A name comes before a folder.
-  assert config_lib.read("digits").model.name == "cnn"
+def test_every_field_is_set(path, argv, path_of_field, value):
+  found = parse(f"--config={path}", "--workdir=w", *argv).config
+  for name in path_of_field.split("."):
+    found = found[name]
+  assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+  ("argument", "facts"),
+  [
+    ("--config.batch_sise=3", "config.batch_sise 'batch_size'"),
+    ("--config.mash.replica=3", "config.mash 'mesh'"),
+    ("--config.model.dense.x=3", "config.model.dense.x 3"),
+    ("--config.batch_size=many", "config.batch_size integer 'many'"),
+    ("--config.model=3", "config.model 3 dict"),
+    ("--config.wrappers[0]=ema", "config.wrappers[0] 'wrappers'"),
+    ("--worksdir=w", "'worksdir' workdir"),
+    ("--batch_size=3", "'batch_size' --config.batch_size"),
+    ("w", "'w' --workdir=FOLDER"),
+    ("--config=digitz", "digitz mean 'digits' --list"),
+    ("--config=", "--config is missing --list --config=digits"),
+    ("--workdir=", "--workdir is missing plan"),
+  ],
+)
+def test_a_mistake_is_named_in_one_line(path, argument, facts, capsys):
+  with (
+    pytest.raises(SystemExit) as stopped,
+    command_line.report_mistakes(),
+  ):
+    config = parse(f"--config={path}", "--workdir=w", argument).config
+    fs.config.check(config)
+  assert stopped.value.code == 1
+  message = capsys.readouterr().err
+  assert message.startswith("flaxshard: ")
+  assert len(message.splitlines()) == 1, message
+  for fact in facts.split():
+    assert fact in message, message
+
+
+@pytest.mark.parametrize(
+  "code",
+  [
+    "raise ValueError('mine')",
+    "import flaxshard as f; f.LossScale(-1)",
+    "import no_such_package",
+  ],
+)
+def test_an_error_of_a_config_file_keeps_its_traceback(path, code):
+  path.write_text(f"def get_config():\n  {code}")
+  with pytest.raises((ValueError, ModuleNotFoundError)) as e:
+    parse(f"--config={path}", "--workdir=w")
+  lines = [(str(entry.path), entry.lineno) for entry in e.traceback]
+  assert (str(path), 1) in lines
+  assert e.value.__notes__ == [f"in the config {path}"]
+
+
+def test_errors_of_others_and_verbose_ones_keep_their_traceback():
+  with pytest.raises(ValueError, match="int"), command_line.report_mistakes():
+    int("a")
+  with (
+    pytest.raises(ValueError, match=r"config\.batch "),
+    command_line.report_mistakes(verbose=True),
+  ):
+    fs.config.check(tiny.config(batch=3))
+  with pytest.raises(SystemExit, match="130"), command_line.report_mistakes():
+    raise KeyboardInterrupt

@@ -1,10 +1,15 @@
-"""Runs that end before their last step: they diverge, or improve no more."""
+"""Runs that end before their last step: they diverge, or improve no more.
+
+Hooks are called until the end, and signals ask for it.
+"""
 
 import json
 import logging
 import os
 import re
 import shutil
+import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +24,20 @@ from flaxshard import train
 from flaxshard.train import config as config_lib
 from flaxshard.train import endings
 from flaxshard.train import hooks as hooks_lib
+from flaxshard.train import preemption
 from flaxshard.train import steps
+
+_THIS = __name__
 
 # -- Runs that diverge.
 
 _FLOOR = ("loss_scale", {"scale": {"type": "dynamic", "initial_scale": 1.0}})
 
 
-def diverging(learning_rate: float, num_train_steps: int):
-  """Returns a schedule whose sixth update breaks the parameters."""
+def breaking(learning_rate: float, num_train_steps: int, at: int, rate: float):
+  """Returns a schedule that has another rate at one update."""
   del num_train_steps
-  return lambda count: jnp.where(count == 5, 1e30, learning_rate)
-
-
-def breaking(learning_rate: float, num_train_steps: int):
-  """Returns a schedule whose fourth update makes the parameters infinite."""
-  del num_train_steps
-  return lambda count: jnp.where(count == 3, jnp.inf, learning_rate)
+  return lambda count: jnp.where(count == at, rate, learning_rate)
 
 
 def infinite_example() -> data.Splits:
@@ -49,8 +51,9 @@ def infinite_example() -> data.Splits:
 
 
 def diverging_config(**fields):
+  """Returns a config whose sixth update breaks the parameters."""
   values = dict(
-    schedule={"name": f"{__name__}:diverging"},
+    schedule={"name": f"{_THIS}:breaking", "at": 5, "rate": 1e30},
     optimizer={"name": "sgd"},
     wrappers=(_FLOOR,),
     num_train_steps=40,
@@ -63,13 +66,15 @@ def diverging_config(**fields):
 
 # The loss of step 4 is finite: it was computed before the update.
 BREAKING = dict(
-  schedule={"name": f"{__name__}:breaking"}, wrappers=(), precision="float32"
+  schedule={"name": f"{_THIS}:breaking", "at": 3, "rate": float("inf")},
+  wrappers=(),
+  precision="float32",
 )
 # An epoch has four batches of 16 examples. The devices of the replica with that
 # example alone look for non-finite parameters, which are split over them.
 INFINITE = dict(
   model={"name": "cnn", "features": (4,), "dense": 8},
-  data={"name": f"{__name__}:infinite_example"},
+  data={"name": f"{_THIS}:infinite_example"},
   schedule={"name": "constant"},
   mesh={
     "per_replica": True,
@@ -142,7 +147,7 @@ def test_a_nonfinite_loss_and_float16_are_warned_of_where_they_arise(
   tmp_path, caplog
 ):
   config = tiny.config(
-    data={"name": f"{__name__}:infinite_example"},
+    data={"name": f"{_THIS}:infinite_example"},
     wrappers=(),
     num_train_steps=4,
     on_nonfinite="continue",
@@ -157,11 +162,9 @@ def test_a_nonfinite_loss_and_float16_are_warned_of_where_they_arise(
 
 
 def new_state(*wrappers):
+  params = {"w": jnp.ones(2)}
   return fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.ones(2)},
-    tx=optax.sgd(0.1),
-    wrappers=wrappers,
+    apply_fn=None, params=params, tx=optax.sgd(0.1), wrappers=wrappers
   )
 
 
@@ -182,7 +185,7 @@ def test_what_each_wrapper_has_pending_is_told_once(caplog):
   ("scale", "skipped", "warns"),
   [(1.0, 6, True), (2.0, 6, False), (1.0, 0, False)],
 )
-def test_a_scale_at_its_floor_is_a_warning(scale, skipped, warns, caplog):
+def test_a_scale_at_its_floor_is_warned_of_once(scale, skipped, warns, caplog):
   state = new_state(fs.LossScale(fs.DynamicLossScale(initial_scale=2.0)))
   watch = endings.Watch(tiny.config())
   loss_scale = state.wrapper_states["loss_scale"]._replace(
@@ -190,7 +193,6 @@ def test_a_scale_at_its_floor_is_a_warning(scale, skipped, warns, caplog):
   )
   state = state.replace(wrapper_states={"loss_scale": loss_scale})
   progress = steps.Progress(step=5, metrics=None, bad_step=0)
-  # It is told once.
   for step in (5, 7):
     watch.check_steps(step, state, progress)
   assert len(caplog.messages) == warns
@@ -199,7 +201,23 @@ def test_a_scale_at_its_floor_is_a_warning(scale, skipped, warns, caplog):
     assert "nonfinite_leaves" in caplog.text
 
 
-# -- Early stopping, and runs that a hook ends.
+# -- Early stopping, and hooks.
+
+
+def record(step, state, metrics, *, into):
+  """A hook that writes into the metrics, which are a copy."""
+  metrics[into] = step
+
+
+class Writer:
+  """A hook that appends the step to a file of the workdir."""
+
+  def __init__(self, workdir, name="steps.txt"):
+    self.path = os.path.join(workdir, name)
+
+  def __call__(self, step, state, metrics):
+    with open(self.path, "a") as f:
+      f.write(f"{step} ")
 
 
 def make_config(**fields):
@@ -214,6 +232,7 @@ def make_config(**fields):
     eval_every_steps=2,
     checkpoint_every_steps=4,
     early_stopping=rule,
+    hooks=({"name": f"{_THIS}:record", "into": "loss"}, f"{_THIS}:Writer"),
     mesh={"replica": 1},
   )
   return tiny.config(**{**values, **fields})
@@ -244,7 +263,6 @@ def stopped(tmp_path_factory):
 @pytest.mark.parametrize(
   ("rule", "values", "stopped_step", "best_step"),
   [
-    ({"patience": 0}, [3.0, 2.0, 2.0], 3, 2),
     ({"patience": 1}, [3.0, 2.0, 2.0, 1.0, 1.5, 2.0], 6, 4),
     ({"patience": 1}, [3.0, 2.0, 2.0, 1.0, 1.5], None, 4),
     ({"patience": 0, "min_delta": 0.5}, [3.0, 2.6], 2, 1),
@@ -277,10 +295,11 @@ def test_a_run_that_ends_early_has_its_last_row_and_checkpoint(stopped):
   assert set(os.listdir(workdir / "checkpoints")) == {"4", "6"}
 
 
-def test_a_hook_gets_each_row_and_its_error_names_it(stopped):
+def test_hooks_get_copies_of_each_row_and_their_error_names_them(stopped):
   workdir, _, calls, error = stopped
-  # A run that continues does not call it again for the restored step.
+  # A run that continues does not call them again for the restored step.
   assert [call[:2] for call in calls] == [(2, 2), (3, 3), (4, 4), (6, 6)]
+  assert (workdir / "steps.txt").read_text() == "2 3 4 6 "
   for row, (_, _, metrics) in zip(tiny.rows(workdir), calls, strict=True):
     given = {k: v for k, v in row.items() if v is not None and k != "step"}
     assert metrics == given
@@ -306,3 +325,52 @@ def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
   assert "stopped early at step 8" in caplog.text
   with open(os.path.join(copy, "config.json")) as f:
     assert json.load(f)["early_stopping"]["patience"] == 2
+
+
+# -- Signals. processes_test.py has JAX's notice of preemption.
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_reported_and_handlers_are_restored(signum):
+  received = []
+  handler = lambda *args: received.append(args)
+  before = signal.signal(signum, handler)
+  try:
+    with preemption.catch_signals() as request:
+      assert request.signum is None
+      for _ in range(2):
+        os.kill(os.getpid(), signum)
+        assert request.signum == signum
+    assert signal.getsignal(signum) is handler
+    assert not received
+  finally:
+    signal.signal(signum, before)
+
+
+@pytest.mark.parametrize(
+  ("signum", "error"),
+  [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+)
+def test_only_a_third_signal_interrupts_and_never_a_save(
+  signum, error, caplog, monkeypatch
+):
+  clock = types.SimpleNamespace(now=0.0)
+  monkeypatch.setattr("time.monotonic", lambda: clock.now)
+  request = preemption.StopRequest()
+  for _ in range(3):
+    # In quick succession: one request.
+    request.receive(signum)
+  clock.now = 2
+  request.receive(signum)
+  assert request.signum == signum
+  name = signal.Signals(signum).name
+  first, second = caplog.messages
+  assert first.startswith(f"{name}: stopping")
+  assert second.startswith(f"{name} again:")
+  with request.saving():
+    for clock.now in (4, 6, 8):
+      request.receive(signum)
+  assert len(caplog.messages) == 5
+  clock.now = 10
+  with pytest.raises(error):
+    request.receive(signum)

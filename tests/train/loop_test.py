@@ -1,6 +1,5 @@
-"""The training loop on one mesh: files, resuming, skipped and bad steps."""
+"""The training loop on one mesh: files, interruptions, and what may change."""
 
-import importlib.util
 import itertools
 import json
 import logging
@@ -17,8 +16,10 @@ import tiny
 from tree_equality import assert_trees_equal
 
 from flaxshard import train
+from flaxshard.train import config as config_lib
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import report
+from flaxshard.train import same_run
 
 _DRAW = report.draw
 
@@ -37,15 +38,9 @@ def test_a_run_writes_rows_events_plot_config_and_checkpoints(whole_run):
   workdir, state = whole_run
   rows = tiny.rows(workdir)
   assert [r["step"] for r in rows] == [2, 4, 6, 8]
-  assert set(rows[0]) == {
-    "step",
-    "train_loss",
-    "train_accuracy",
-    "learning_rate",
-    "loss_scale",
-    "skipped_steps",
-    "steps_per_second",
-  }
+  names = "step train_loss train_accuracy learning_rate loss_scale"
+  names += " skipped_steps steps_per_second"
+  assert set(rows[0]) == set(names.split())
   assert {"eval_loss", "eval_accuracy"} < set(rows[1])
   assert rows[-1]["loss_scale"] == 2.0**15
   assert rows[-1]["learning_rate"] == pytest.approx(1e-2)
@@ -147,15 +142,15 @@ def read_files(workdir) -> dict[pathlib.Path, bytes]:
   ("fields", "facts"),
   [
     (
-      dict(
-        model={"name": "cnn", "features": (), "dense": 9},
-        num_train_steps=16,
-        resume="extend",
-      ),
+      {
+        "model": {"name": "cnn", "features": (), "dense": 9},
+        "num_train_steps": 16,
+        "resume": "extend",
+      },
       ("dense/bias", "(8,)", "(9,)"),
     ),
     # The position of the data would mean other examples.
-    (dict(batch_size=32), ("config.batch_size=32", "16")),
+    ({"batch_size": 32}, ("config.batch_size=32", "16")),
   ],
 )
 def test_checkpoints_of_another_run_raise_and_are_kept(
@@ -170,18 +165,58 @@ def test_checkpoints_of_another_run_raise_and_are_kept(
   assert read_files(workdir) == before
 
 
-def test_mistakes_raise_before_anything_is_written(tmp_path, monkeypatch):
-  def fails(error, match, workdir=tmp_path, **fields):
-    with pytest.raises(error, match=match):
-      train.train_and_evaluate(tiny.config(**fields), str(workdir))
+# What may change between two runs of a workdir.
 
-  fails(ValueError, "config.precision", precision="float16")
-  fails(ValueError, "config.mesh", mesh={"replica": 9})
-  fails(ValueError, "config.model", model={"name": "cnn", "dropout": 1.5})
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  fails(ImportError, r"matplotlib.*flaxshard\[train\]")
-  assert os.listdir(tmp_path) == []
-  file = tmp_path / "file"
-  file.write_text("")
-  for path in (file, file / "below"):
-    fails(ValueError, f"workdir='{path}.* cannot be written", path)
+
+def check_earlier_run(workdir, latest_step, num_examples=1437, **fields):
+  setup = types.SimpleNamespace(
+    config=config_lib.check(tiny.config(**fields)),
+    num_train_examples=num_examples,
+  )
+  same_run.check_earlier_run(setup, str(workdir), latest_step)
+
+
+@pytest.mark.parametrize(
+  ("changes", "facts"),
+  [
+    (
+      {"learning_rate": 0.5},
+      "config.learning_rate: 0.01 -> 0.5. num_train_steps above 8; resume='extend'",
+    ),
+    (
+      {"num_train_steps": 2, "resume": "extend"},
+      "config.num_train_steps: 8 -> 2 above 8;",
+    ),
+    ({"num_train_steps": 9}, "config.num_train_steps: 8 -> 9 =extend"),
+    # Another number of examples under the same config.
+    ({"num_examples": 96}, "number of training examples=96, 1437,"),
+    ({"seed": 1}, "config.seed=1, 0,"),
+  ],
+)
+def test_a_finished_workdir_with_a_change_raises(whole_run, changes, facts):
+  workdir, _ = whole_run
+  with pytest.raises(ValueError) as e:
+    check_earlier_run(workdir, 8, **changes)
+  for fact in (workdir, "another workdir", *facts.split()):
+    assert fact in str(e.value), str(e.value)
+
+
+def test_before_the_end_a_change_is_a_warning(whole_run, tmp_path, caplog):
+  workdir, _ = whole_run
+  check_earlier_run(workdir, 8, writer="none", max_to_keep=2)
+  assert not caplog.records
+  changes = {"learning_rate": 0.5, "num_train_steps": 9, "writer": "none"}
+  check_earlier_run(workdir, 2, **changes)
+  (message,) = caplog.messages
+  facts = "step 2 config.learning_rate: 0.01 -> 0.5, num_train_steps: 8 -> 9"
+  for fact in facts.split():
+    assert fact in message
+  assert "writer" not in message
+  # A run continues without the files that are compared.
+  caplog.clear()
+  shutil.copy(f"{workdir}/config.json", tmp_path)
+  check_earlier_run(tmp_path, 2, num_examples=96)
+  assert not caplog.records
+  (tmp_path / "config.json").unlink()
+  check_earlier_run(tmp_path, 2, seed=1)
+  assert "config.json is missing" in caplog.text

@@ -1,0 +1,247 @@
+"""Mistakes: fields of a config, arguments, names of configs, and calls."""
+
+import importlib.util
+import os
+
+import flax.linen as nn
+import numpy as np
+import pytest
+import tiny
+
+import flaxshard as fs
+from flaxshard import data
+from flaxshard import train
+from flaxshard.train import devices
+from flaxshard.train import hooks
+
+_THIS = __name__
+STORE = (("agn", {"communication_period": 2, "transport": "store"}),)
+
+
+class WrongLogits(nn.Module):
+  """A model whose logits have no dimension for the classes."""
+
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    return nn.Dense(1)(x.reshape(x.shape[0], -1))[:, 0]
+
+
+def unlabelled() -> data.Splits:
+  """Returns examples without labels."""
+  examples = [{"inputs": np.zeros((8, 8, 1), np.float32)}]
+  return data.Splits(examples, examples, 10)
+
+
+class Hook:
+  """A hook that needs the workdir."""
+
+  def __init__(self, workdir, name="steps.txt"):
+    pass
+
+
+def assert_names(error, facts):
+  """Asserts that a message begins with the first fact and has the others."""
+  start, *others = facts.split()
+  message = str(error.value)
+  assert message.startswith(start), message
+  for fact in others:
+    assert fact in message, message
+
+
+# Few values: pydantic has its tests, and so have patterns, rules, wrappers,
+# optimizers and tasks.
+BEST = {"best_metric": "eval_loss", "eval_every_steps": 3}
+TWICE = {"axes": (("x", 2),), "logical_devices": 2}
+GROUPS = ("cross_shard", {"group_assignment": ((2, 0), (3, 1))})
+EIGHT = {"logical_devices": 8}
+
+
+def split(mesh, **pieces):
+  return {"mesh": {**mesh, "split": pieces}}
+
+
+@pytest.mark.parametrize(
+  ("fields", "facts"),
+  [
+    # Missing and unknown fields and names.
+    ({"model": None}, "config.model.name None cnn"),
+    ({"batch_size": None}, "config.batch_size None integer"),
+    ({"bach_size": 16}, "config.bach_size 'batch_size' num_train"),
+    ({"replica": 2, "batch_size": None}, "config.replica config.mesh.replica"),
+    ({"mesh": {"replicas": 8}}, "config.mesh.replicas 'replica'"),
+    ({"optimizer": {"name": "adam", "b3": 0}}, "config.optimizer 'b3'"),
+    ({"optimizer": "adamm"}, "config.optimizer 'adamm' 'adam'"),
+    ({"task": "classificatio"}, "config.task 'classification'"),
+    ({"init_from": {"pth": "a"}}, "config.init_from.pth 'path'"),
+    # Numbers, choices, dicts, patterns and ranges.
+    ({"batch_size": 0}, "config.batch_size 0 1"),
+    ({"batch_size": True}, "config.batch_size True integer"),
+    ({"learning_rate": float("nan")}, "config.learning_rate nan"),
+    ({"on_nonfinite": "stopp"}, "config.on_nonfinite 'stop' 'stopp'"),
+    ({"precision": "float16"}, "config.precision 'mixed_float16'"),
+    ({"best_metric": "accuracy"}, "config.best_mode 'accuracy' 'max'"),
+    ({"data": 3}, "config.data 3 dict"),
+    ({"hooks": ("log",)}, "config.hooks[0] 'log' package.module:"),
+    ({"hooks": "my_package:log"}, "config.hooks tuple 'my_package:log'"),
+    ({"freeze": "head"}, "config.freeze 'head' tuple"),
+    ({"learning_rates": (("head", 0.0),)}, "config.learning_rates[0] 0"),
+    ({"profile_steps": (3, 2)}, "config.profile_steps (3, 2) last"),
+    # The mesh.
+    ({"mesh": {"replica": 0}}, "config.mesh.replica 0 -1"),
+    ({"mesh": {"axes": (("a", 2), ("a", 2))}}, "config.mesh.axes 'a'"),
+    ({"mesh": {"axes": (("replica", 2),)}}, "config.mesh.axes 'replica'"),
+    ({"mesh": {"rules": {"name": "fsdb"}}}, "config.mesh.rules 'fsdb'"),
+    ({"mesh": TWICE}, "config.mesh.logical_devices=2 config.mesh.axes=(('x',"),
+    # Wrappers: a comma forgotten, and those that reduce gradients.
+    ({"wrappers": ("loss_scale", {"scale": 1})}, "config.wrappers [1]"),
+    ({"wrappers": ("ema", "agn")}, "config.wrappers: agn per_replica=True"),
+    # Fields that need others or contradict them.
+    ({"init_from": {"keep": ("b",)}}, "config.init_from.keep init_from.path"),
+    ({"lora": {"alpha": 8}}, "config.lora.alpha lora.rank"),
+    ({"keep_every_steps": 6}, "config.keep_every_steps=6 checkpoint_every"),
+    ({"keep_best": 2}, "config.keep_best=2 config.best_metric"),
+    (BEST, "config.checkpoint_every_steps=4 config.eval_every_steps=3"),
+    # The devices.
+    ({"mesh": {"replica": 9}}, "config.mesh.replica=9 8"),
+    # No replica fits: the message says what one would need.
+    (
+      {"mesh": {"axes": (("x", 3), ("y", 3))}},
+      "config.mesh.replica=-1 .axes 9",
+    ),
+    ({"batch_size": 12}, "config.batch_size=12 8 config.mesh.replica="),
+    ({"mesh": {"virtual_devices": 4}}, "config.mesh.virtual_devices=4 8 cpu"),
+    # How batches are split. Of 16 examples, each of two replicas splits 8.
+    (split({}, input=(8, 1, 1, 1)), "config.mesh.split.input=(8, 'inputs'"),
+    (split(EIGHT, mask=(8,)), "config.mesh.split.mask inputs"),
+    (split({}, inputs=(1, 2, 4, 1)), "config.mesh.split.inputs=(1, 4, (2, 8,"),
+    (split(EIGHT, inputs=(2, 4)), "config.mesh.split.inputs=(2, dimension"),
+    (
+      split({"logical_devices": 3}, inputs=(3, 1, 1, 1)),
+      "config.mesh.split.inputs=(3, divide",
+    ),
+    (
+      split({"axes": (("x", 8),)}, inputs=(1, 2, 4, 1)),
+      "config.mesh.split.inputs=(1, {'x': 8}",
+    ),
+    # Model, data and optimizer.
+    ({"model": {"name": "cnn", "depth": 3}}, "config.model 'depth'"),
+    ({"model": {"name": "cnn", "dropout": 1.5}}, "config.model dropout 1.5"),
+    ({"model": {"name": f"{_THIS}:WrongLogits"}}, "config.model (16,)"),
+    ({"data": {"name": f"{_THIS}:unlabelled"}}, "config.data 'labels'"),
+    ({"batch_size": 5000}, "config.batch_size=5000 1437"),
+    (
+      {"schedule": {"name": "cosine", "warmup_steps": -1}},
+      "config.schedule warmup_steps -1",
+    ),
+    ({"freeze": ("^desne/",)}, "config.freeze[0]='^desne/' 'dense'"),
+    ({"learning_rates": (("haed", 2.0),)}, "config.learning_rates[0]='haed'"),
+    # An error of a rule names config.mesh.rules, not config.model.
+    (
+      {"mesh": {"rules": (("kernell", ("replica",)),)}},
+      "config.mesh.rules[0] dense/kernel",
+    ),
+    (
+      {"mesh": {"per_replica": True}, "wrappers": (GROUPS,)},
+      "config.wrappers: CrossShard group_assignment 8 replicas",
+    ),
+    ({"wrappers": ("accumulate",)}, "config.wrappers: config.accumulate_steps"),
+  ],
+)
+@pytest.mark.filterwarnings("ignore:CrossShard")
+def test_a_field_is_named_with_its_value_and_what_is_allowed(fields, facts):
+  with pytest.raises(ValueError) as e:
+    tiny.setup(tiny.config(**fields))
+  assert_names(e, facts)
+
+
+@pytest.mark.parametrize(
+  ("name", "facts"),
+  [
+    ("digitz", "config digitz: there is no config 'digits'"),
+    ("mine", "config mine: mean 'mine.py'"),
+    ("config/digit.py", "config config/digit.py: no such file 'digits'"),
+    (".", "config . is a folder"),
+    ("no_such_package.configs", "config 'no_such_package'"),
+    ("mine.py", "config mine.py get_config 'get_confg'"),
+    ("none.py", "config none.py: None"),
+  ],
+)
+def test_a_name_that_gives_no_config(tmp_path, monkeypatch, name, facts):
+  (tmp_path / "mine.py").write_text("def get_confg(): pass")
+  (tmp_path / "none.py").write_text("def get_config(): pass")
+  # As README's workdir, seen from the folder that it is in.
+  (tmp_path / "digits").mkdir()
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError) as e:
+    fs.config.read(name)
+  assert_names(e, facts)
+  # A name comes before a folder.
+  assert fs.config.read("digits").model.name == "cnn"
+
+
+def check(**fields):
+  return fs.config.check(tiny.config(**fields))
+
+
+def find_rank(wrappers, *args):
+  return devices.find_rank(check(wrappers=wrappers), *args, environ={})
+
+
+def share(**fields):
+  """Returns the config of one of four workers."""
+  return devices.config_of_worker(check(wrappers=STORE, **fields), 4)
+
+
+def create_hooks(*named, argument=()):
+  return hooks.create(check(hooks=named), argument, ".")
+
+
+@pytest.mark.parametrize(
+  ("call", "facts"),
+  [
+    (lambda: fs.config.check([("a", 3)]), "config ConfigDict"),
+    (lambda: fs.config.check("digits"), "config 'digits' config.read"),
+    # Workers.
+    (lambda: find_rank((), 1), "worker_id=1 transport='store'"),
+    (lambda: find_rank(STORE, 4, 4), "process_id=4 num_processes=4"),
+    (lambda: find_rank(STORE, 1), "process_id=1 num_processes"),
+    (lambda: share(batch_size=6), "config.batch_size=6 4 workers"),
+    (lambda: share(mesh={"replica": 6}), "config.mesh.replica=6 4 workers"),
+    (
+      lambda: devices.create_strategy(share(batch_size=4, mesh={"replica": 8})),
+      "config.batch_size=1 2 replicas",
+    ),
+    # Hooks.
+    (lambda: create_hooks(f"{_THIS}:Hok"), "config.hooks[0] mean 'Hook'"),
+    (
+      lambda: create_hooks({"name": f"{_THIS}:Hook", "nam": 1}),
+      "config.hooks[0] 'nam'",
+    ),
+    (lambda: create_hooks(argument=(Hook,)), "hooks[0] Hook"),
+  ],
+)
+def test_a_call_names_its_argument(call, facts):
+  with pytest.raises((TypeError, ValueError)) as e:
+    call()
+  assert_names(e, facts)
+
+
+def test_mistakes_raise_before_anything_is_written(tmp_path, monkeypatch):
+  config = tiny.config()
+  file = tmp_path / "file"
+  file.write_text("")
+  for path in (file, file / "below"):
+    with pytest.raises(ValueError, match=f"workdir='{path}.* cannot be writt"):
+      train.train_and_evaluate(config, str(path))
+  workdir = tmp_path / "run"
+  with pytest.raises(ValueError, match=r"config\.model"):
+    train.train_and_evaluate(
+      tiny.config(model={"name": "cnn", "depth": 3}), str(workdir)
+    )
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ImportError, match=r"matplotlib.*flaxshard\[train\]"):
+    train.train_and_evaluate(config, str(workdir))
+  assert not workdir.exists() or not os.listdir(workdir)
