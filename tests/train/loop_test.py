@@ -181,7 +181,7 @@ def check_earlier_run(workdir, latest_step, num_examples=1437, **fields):
   [
     (
       {"learning_rate": 0.5},
-      "config.learning_rate: 0.01 -> 0.5. num_train_steps above 8; resume='extend'",
+      "config.learning_rate: 0.01 -> 0.5. above 8; config.resume='extend'",
     ),
     (
       {"num_train_steps": 2, "resume": "extend"},

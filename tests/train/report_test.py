@@ -1,10 +1,13 @@
-"""Rows of metrics in files, TensorBoard and the picture; speed, profiles."""
+"""What a run reports: rows, TensorBoard, the picture, profiles, the console."""
 
 import contextlib
+import io
+import logging
 import pathlib
 import struct
 import sys
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ import pytest
 import tiny
 
 from flaxshard.train import config as config_lib
+from flaxshard.train import console
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import report
 
@@ -45,7 +49,7 @@ def test_rows_are_json_and_a_resumed_run_replaces_later_ones(tmp_path, caplog):
 
 
 def read_events(folder):
-  """Returns (step, value) of all summaries in the event files of a folder.
+  """Returns the events in the event files of a folder.
 
   A record is its length, a checksum of that, the event and a checksum of it.
   """
@@ -83,16 +87,13 @@ def test_tensorboard_has_the_metrics_side_by_side(tmp_path):
   assert [row["step"] for row in tiny.rows(tmp_path)] == [6, 8]
 
 
-ROWS = [
-  {"step": 2, "train_loss": 2.0, "learning_rate": 0.125}
-  | {"learning_rate/head": 0.5, "skipped_steps": 0},
-  {"step": 4, "train_loss": 1.0, "eval_loss": 1.5, "loss_scale": 2.0}
-  | {"skipped_steps": 0},
+ROWS = {
+  2: {"train_loss": 2.0, "learning_rate": 0.1, "learning_rate/head": 0.5},
+  4: {"train_loss": 1.0, "eval_loss": 1.5, "loss_scale": 2.0},
   # A row with an evaluation only, and one with a non-finite loss.
-  {"step": 5, "eval_loss": 1.25, "eval_fid": 3.0},
-  {"step": 6, "train_loss": None, "loss_scale": None, "commits": 1}
-  | {"commit_workers": 4},
-]
+  5: {"eval_loss": 1.25, "eval_fid": 3.0},
+  6: {"train_loss": None, "loss_scale": None, "commits": 1, "skipped_steps": 0},
+}
 
 
 def test_each_metric_is_drawn(tmp_path, monkeypatch):
@@ -109,37 +110,27 @@ def test_each_metric_is_drawn(tmp_path, monkeypatch):
     save(self, *args, **kwargs)
 
   monkeypatch.setattr(figure.Figure, "savefig", keep_and_save)
-  rows = {row["step"]: row for row in ROWS}
-  write_rows(tmp_path / "metrics.jsonl", 0, rows)
+  write_rows(tmp_path / "metrics.jsonl", 0, ROWS)
   _draw(tiny.config(), str(tmp_path))
   drawn = {
-    ax.get_ylabel(): {
-      line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
-      for line in ax.get_lines()
-    }
+    (ax.get_ylabel(), line.get_label()): line.get_xydata().tolist()
     for ax in figures[0].axes
+    for line in ax.get_lines()
   }
   assert drawn == {
-    "loss": {
-      "train_loss": ([2, 4], [2.0, 1.0]),
-      "eval_loss": ([4, 5], [1.5, 1.25]),
-    },
-    "fid": {"eval_fid": ([5], [3.0])},
-    "learning rate": {
-      "learning_rate": ([2], [0.125]),
-      "learning_rate/head": ([2], [0.5]),
-    },
-    "loss scale": {"loss_scale": ([4], [2.0])},
-    "commits": {"commits": ([6], [1])},
-    "commit workers": {"commit_workers": ([6], [4])},
+    ("loss", "train_loss"): [[2, 2.0], [4, 1.0]],
+    ("loss", "eval_loss"): [[4, 1.5], [5, 1.25]],
+    ("fid", "eval_fid"): [[5, 3.0]],
+    ("learning rate", "learning_rate"): [[2, 0.1]],
+    ("learning rate", "learning_rate/head"): [[2, 0.5]],
+    ("loss scale", "loss_scale"): [[4, 2.0]],
+    ("commits", "commits"): [[6, 1]],
   }
   # Something is drawn: not one color.
-  drawn = image.imread(tmp_path / "training.png")
-  assert np.ptp(drawn[..., :3]) > 0.5
+  assert np.ptp(image.imread(tmp_path / "training.png")[..., :3]) > 0.5
   (tmp_path / "metrics.jsonl").unlink()
   _draw(tiny.config(), str(tmp_path))
-  drawn = image.imread(tmp_path / "training.png")
-  assert drawn.shape[:2] == (300, 1000)
+  assert image.imread(tmp_path / "training.png").shape[:2] == (300, 1000)
 
 
 def test_paused_time_does_not_count(monkeypatch):
@@ -152,17 +143,12 @@ def test_paused_time_does_not_count(monkeypatch):
       clock.now += 50
   clock.now += 1
   assert timer.lap(8) == 4.0
-  # The loop pauses right after a lap.
-  with timer.paused():
-    clock.now += 50
-  clock.now += 2
-  assert timer.lap(12) == 2.0
-  # An error ends the pause.
+  # The loop pauses right after a lap. An error ends the pause.
   with pytest.raises(KeyError), timer.paused():
     clock.now += 50
     raise KeyError
   clock.now += 2
-  assert timer.lap(20) == 4.0
+  assert timer.lap(12) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -192,3 +178,85 @@ def test_profile_traces_the_given_steps(
         before_step(step, jnp.zeros(()))
   path = str(tmp_path / "profile")
   assert events == [(f"start before {start}", path), f"stop before {stop}"]
+
+
+# The console.
+
+LOG = logging.getLogger("flaxshard.train.loop")
+
+
+@contextlib.contextmanager
+def handlers(*root_handlers, level=logging.WARNING):
+  """Replaces the root logger's handlers, which pytest adds, and its level."""
+  root = logging.getLogger()
+  before = root.handlers, root.level
+  root.handlers = list(root_handlers)
+  root.setLevel(level)
+  try:
+    yield
+  finally:
+    root.handlers, _ = before
+    root.setLevel(before[1])
+
+
+def plain_handler():
+  """The handler that absl adds while Orbax is imported."""
+  handler = logging.StreamHandler()
+  handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+  return handler
+
+
+@pytest.mark.parametrize("make_handlers", [list, lambda: [plain_handler()]])
+def test_lines_are_printed_once_if_logging_is_not_configured(
+  capsys, make_handlers
+):
+  with handlers(*make_handlers()):
+    with contextlib.suppress(KeyError), console.show_log():
+      # Piped output has no bar and no escape codes.
+      with console.progress_bar(0, 4) as update:
+        update(4, {"train_loss": 0.123456})
+        LOG.info("step 20: loss=0.5")
+      LOG.warning("careful")
+      raise KeyError
+    LOG.info("after the run")
+  out, err = capsys.readouterr()
+  lines = [line.partition(" ")[2] for line in err.split("\n")]
+  assert (out, lines) == ("", ["step 20: loss=0.5", "careful", ""])
+  assert not {"\r", "\x1b"} & set(err)
+  log = logging.getLogger("flaxshard")
+  assert (log.handlers, log.level, log.propagate) == ([], 0, True)
+
+
+def test_configured_logging_stays_as_it_is(capsys):
+  seen = io.StringIO()
+  with handlers(logging.StreamHandler(seen), level=logging.INFO):
+    with console.show_log():
+      LOG.info("step 20")
+  with handlers(logging.StreamHandler(seen)), console.show_log():
+    LOG.info("step 40 is not asked for")
+  with handlers(plain_handler(), level=logging.ERROR), console.show_log():
+    LOG.warning("not asked for either")
+  log = logging.getLogger("flaxshard")
+  log.setLevel(logging.WARNING)
+  try:
+    with handlers(plain_handler()), console.show_log():
+      LOG.info("step 60 is not asked for")
+  finally:
+    log.setLevel(logging.NOTSET)
+  assert seen.getvalue() == "step 20\n"
+  assert capsys.readouterr() == ("", "")
+
+
+def test_a_python_warning_is_shown_once_although_filters_change():
+  def trace(text):
+    warnings.warn(text, UserWarning, stacklevel=1)
+    with warnings.catch_warnings():  # as libraries do; Python forgets
+      warnings.simplefilter("ignore")
+
+  with warnings.catch_warnings(record=True) as shown:
+    warnings.simplefilter("default")
+    with console.show_warnings_once():
+      for text in ("a", "a", "b", "a"):
+        trace(text)
+    trace("a")
+  assert [str(w.message) for w in shown] == ["a", "b", "a"]
