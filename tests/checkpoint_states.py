@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 import plain_states
 
 import flaxshard as fs
@@ -90,42 +89,8 @@ def messages(caplog, level=logging.WARNING):
   ]
 
 
-def write_ours(path, state, step=plain_states.STEP, **kwargs):
+def write_ours(path, *states, step=plain_states.STEP, **kwargs):
+  """Saves states under a step and the steps after it."""
   with fs.Checkpointer(path, **kwargs) as checkpointer:
-    checkpointer.save(step, state)
-
-
-def write_own_manager(path, state):
-  with ocp.CheckpointManager(path) as manager:
-    manager.save(plain_states.STEP, args=fs.checkpoint.save_args(state))
-
-
-# The programs that write a checkpoint: plain ones, `Checkpointer` with each
-# stack of wrappers, and a manager of Orbax with our arguments.
-WRITERS = [*plain_states.WRITERS, *STACKS, "state_item", "own_manager"]
-
-
-def writer_in(root):
-  """Returns a function that writes once with the named writer.
-
-  That function returns the directory and the state.
-  """
-
-  @functools.cache
-  def write(writer):
-    path = root / writer
-    path.mkdir()
-    if writer in plain_states.WRITERS:
-      state = plain_states.changed(plain_states.create())
-      plain_states.WRITERS[writer](path, state)
-      return path, state
-    stack = writer if writer in STACKS else "both"
-    state = plain_states.changed(our_state(stack))
-    if writer == "own_manager":
-      write_own_manager(path, state)
-    else:
-      item = "state" if writer == "state_item" else "default"
-      write_ours(path, state, plain_item=item)
-    return path, state
-
-  return write
+    for i, state in enumerate(states):
+      checkpointer.save(step + i, state)

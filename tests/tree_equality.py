@@ -7,7 +7,7 @@ import numpy as np
 
 
 def assert_trees_equal(a, b):
-  """Asserts that two trees have equal structures, dtypes and values."""
+  """Asserts that two trees have equal structures, shapes, dtypes and values."""
   _compare(np.testing.assert_array_equal, a, b)
 
 
@@ -20,7 +20,7 @@ def assert_trees_close(a, b, rtol=1e-5, atol=1e-6):
 def _compare(compare, a, b):
   assert jax.tree.structure(a) == jax.tree.structure(b)
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert x.dtype == y.dtype
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
       x, y = jax.random.key_data(x), jax.random.key_data(y)
     compare(np.asarray(x), np.asarray(y))

@@ -33,15 +33,12 @@ def step(state, factor=1.0):
 def test_state_is_restored_bit_for_bit(tmp_path):
   # A step is skipped, so that no counter has its initial value.
   state = step(step(states.our_state("loss_scale")), jnp.nan)
-  scale = state.wrapper_states["loss_scale"]
-  assert (float(scale.scale), int(scale.skipped_steps)) == (2.0**14, 1)
+  assert int(state.wrapper_states["loss_scale"].skipped_steps) == 1
   states.write_ours(tmp_path, state)
   fresh = states.our_state("loss_scale")
   with fs.Checkpointer(tmp_path) as checkpointer:
     restored = checkpointer.restore(fresh)
-  assert type(restored) is type(fresh)
-  assert restored.tx is fresh.tx
-  assert restored.wrappers == fresh.wrappers
+  assert (restored.tx, restored.wrappers) == (fresh.tx, fresh.wrappers)
   assert_trees_equal(restored, state)
   # The state given to `restore` is not changed.
   assert int(fresh.step) == 0
@@ -69,16 +66,17 @@ def test_saving_a_step_again_returns_false_and_logs(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "flaxshard"):
       assert checkpointer.save(1, state) is False
     assert f"step 1 has been saved in {tmp_path} already" in caplog.text
-    assert checkpointer.save(2, state)
-    # An earlier step, too.
-    assert checkpointer.save(1, state) is False
+    # The number of a step may be that of an array.
+    assert checkpointer.save(jnp.int32(2), state)
+    assert checkpointer.save(np.int64(1), state) is False
+  assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
 def test_workdir_directory_of_steps_and_step_are_restored(tmp_path):
   steps = tmp_path / "checkpoints"
   # Saved in the workdir, which has its steps in `checkpoints` already.
-  states.write_ours(steps, states.weights(3), 3)
-  states.write_ours(tmp_path, states.weights(4), 4)
+  states.write_ours(steps, states.weights(3), step=3)
+  states.write_ours(tmp_path, states.weights(4), step=4)
   assert sorted(os.listdir(steps)) == ["3", "4"]
   assert os.listdir(tmp_path) == ["checkpoints"]
   for path, number, wanted in (
@@ -90,10 +88,15 @@ def test_workdir_directory_of_steps_and_step_are_restored(tmp_path):
   ):
     restored = fs.checkpoint.restore(path, states.weights(), number)
     assert_trees_equal(restored, states.weights(wanted))
-  with fs.Checkpointer(tmp_path) as checkpointer:
-    assert_trees_equal(
-      checkpointer.restore(states.weights()), states.weights(4)
-    )
+
+
+def test_reading_a_missing_directory_creates_nothing(tmp_path):
+  with fs.Checkpointer(tmp_path / "typo") as checkpointer:
+    assert checkpointer.latest_step() is None
+    assert list(checkpointer.all_steps()) == []
+    assert checkpointer.best_step() is None
+    checkpointer.check()
+  assert os.listdir(tmp_path) == []
 
 
 # The position in the data.
@@ -134,32 +137,29 @@ def test_data_continues_from_the_saved_position(tmp_path):
   assert_trees_equal(restored, states.weights(2.0))
 
 
-@pytest.mark.parametrize("position", [{"next": [1, 2]}, b"\x00 bytes"])
-def test_custom_iterator_is_restored(tmp_path, position):
+@pytest.mark.parametrize(
+  ("position", "first", "other"),
+  [({"next": [1, 2]}, None, b""), (b"\x00 bytes", b"", None)],
+)
+def test_custom_iterator_is_restored(tmp_path, position, first, other):
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, states.weights(), data=states.Counter(position))
-    counter = states.Counter(b"" if isinstance(position, bytes) else None)
+    counter = states.Counter(first)
     checkpointer.restore(states.weights(), data=counter)
-  assert counter.position == position
-
-
-def test_a_position_of_another_kind_is_refused(tmp_path):
-  with fs.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, states.weights(), data=states.Counter(b"1"))
+    assert counter.position == position
     with pytest.raises(ValueError, match=r"another iterator.*bytes"):
-      checkpointer.restore(states.weights(), data=states.Counter(None))
+      checkpointer.restore(states.weights(), data=states.Counter(other))
 
 
 def test_a_position_that_grain_has_saved_is_restored(tmp_path):
   dataset = grain.MapDataset.range(9).to_iter_dataset()
   iterator, state = iter(dataset), states.weights()
   assert [next(iterator) for _ in range(3)] == [0, 1, 2]
-  plain = {name: getattr(state, name) for name in ("step", "params")}
   with ocp.CheckpointManager(tmp_path) as manager:
     manager.save(
       1,
       args=ocp.args.Composite(
-        default=ocp.args.StandardSave({**plain, "opt_state": state.opt_state}),
+        default=ocp.args.StandardSave(state.without_wrappers()),
         input_iterator=grain.checkpoint.CheckpointSave(iterator),
       ),
     )
@@ -182,19 +182,15 @@ def make_two():
 
 
 def test_states_by_name(tmp_path):
-  saved = make_two()
-  for name, steps in (("generator", 1), ("discriminator", 2)):
-    for _ in range(steps):
-      saved[name] = step(saved[name])
+  saved = jax.tree.map(lambda x: x + 1, make_two())
   with fs.Checkpointer(tmp_path) as checkpointer:
     assert checkpointer.save(7, saved)
     restored = checkpointer.restore(make_two())
+    assert list(restored) == ["generator", "discriminator"]
+    assert_trees_equal(restored, saved)
     assert not checkpointer.save(7, restored)
     with pytest.raises(ValueError, match="was saved from another state"):
       checkpointer.save(7, make_two())
-  assert list(restored) == ["generator", "discriminator"]
-  for name in saved:
-    assert_trees_equal(restored[name], saved[name])
   # Some of them, and into another stack of wrappers.
   other = {"generator": states.weights(wrappers=[fs.EMA(0.5)])}
   other = fs.checkpoint.restore(tmp_path, other)["generator"]
@@ -207,35 +203,32 @@ def test_states_by_name(tmp_path):
     found = manager.restore(7, args=ocp.args.StandardRestore(plain))
   assert_trees_equal(jax.tree.map(np.asarray, found), plain)
   # Other states.
-  for wanted, error, facts in (
-    (states.weights(), ValueError, ["step"]),
-    ({"critic": states.weights()}, ValueError, ["step"]),
-    ({"generator": states.weights(size=4)}, ValueError, ["params/w", "(4,)"]),
-    ({"generator": {"w": jnp.ones(2)}}, TypeError, ["TrainState"]),
-    ({}, TypeError, ["TrainState"]),
+  for wanted, error, words in (
+    (states.weights(), ValueError, "step: missing"),
+    ({"critic": states.weights()}, ValueError, "step: missing"),
+    ({"generator": states.weights(size=4)}, ValueError, r"params/w: .*\(4,\)"),
+    ({"generator": {"w": jnp.ones(2)}}, TypeError, "TrainState"),
+    ({}, TypeError, "TrainState"),
   ):
-    with pytest.raises(error) as e:
+    with pytest.raises(error, match=words):
       fs.checkpoint.restore(tmp_path, wanted)
-    assert all(fact in str(e.value) for fact in facts), str(e.value)
 
 
 # Managers of Orbax.
 
 
 def test_plain_item_names_the_item_of_the_train_state(tmp_path):
-  state = plain_states.changed(plain_states.create())
+  state = states.weights(2.0, wrappers=[])
   with ocp.CheckpointManager(tmp_path) as manager:
-    manager.save(
-      3,
-      args=ocp.args.Composite(
-        train=ocp.args.StandardSave(state),
-        other=ocp.args.StandardSave({"x": jnp.ones(1)}),
-      ),
+    args = ocp.args.Composite(
+      train=ocp.args.StandardSave(state.without_wrappers()),
+      other=ocp.args.StandardSave({"x": jnp.ones(1)}),
     )
+    manager.save(3, args=args)
   restored = fs.checkpoint.restore(
-    tmp_path, states.our_state("none"), plain_item="train"
+    tmp_path, states.weights(wrappers=[]), plain_item="train"
   )
-  assert_trees_equal(*map(plain_states.fields_of, (restored, state)))
+  assert_trees_equal(restored, state)
   # A Checkpointer cannot read it, and does not rename it.
   with fs.Checkpointer(tmp_path) as checkpointer:
     with pytest.raises(ValueError, match="only 'other', 'train': plain_item"):
@@ -251,36 +244,32 @@ def test_custom_manager_saves_and_restores(tmp_path):
   )
   with ocp.CheckpointManager(tmp_path, options=options) as manager:
     for number in (1, 20):
-      manager.save(
-        number,
-        args=ocp.args.Composite(
-          **fs.checkpoint.save_args(state.replace(step=jnp.int32(number))),
-          more=ocp.args.JsonSave({"a": 1}),
-        ),
-      )
+      wanted = state.replace(step=jnp.int32(number))
+      items = {"more": ocp.args.JsonSave({"a": 1})}
+      items |= fs.checkpoint.save_args(wanted)
+      manager.save(number, args=ocp.args.Composite(**items))
       # `restore` waits for the save that still runs.
       restored = fs.checkpoint.restore(manager, states.weights())
-      assert_trees_equal(restored, state.replace(step=jnp.int32(number)))
+      assert_trees_equal(restored, wanted)
     assert int(fs.checkpoint.restore(manager, state, 1).step) == 1
   assert (tmp_path / "step_000020" / "wrappers").is_dir()
   assert int(fs.checkpoint.restore(str(tmp_path), state).step) == 20
-  state = plain_states.changed(plain_states.create())
   with ocp_v1.training.Checkpointer(tmp_path / "v1") as checkpointer:
-    checkpointer.save(plain_states.STEP, state)
-    restored = fs.checkpoint.restore(checkpointer, states.our_state("none"))
-  assert_trees_equal(*map(plain_states.fields_of, (restored, state)))
+    checkpointer.save(1, state.without_wrappers())
+    restored = fs.checkpoint.restore(checkpointer, states.weights())
+  assert_trees_equal(restored, state)
 
 
 def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
   state = plain_states.changed(states.our_state("loss_scale"))
-  states.write_own_manager(tmp_path, state)
   template = jax.tree.map(
     ocp.utils.to_shape_dtype_struct, state.without_wrappers()
   )
   handlers = fs.checkpoint.item_handlers()
   with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+    manager.save(1, args=fs.checkpoint.save_args(state))
     read = manager.restore(
-      plain_states.STEP,
+      1,
       args=ocp.args.Composite(
         default=ocp.args.StandardRestore(template),
         wrappers=ocp.args.PyTreeRestore(),
@@ -289,5 +278,5 @@ def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
     assert_trees_equal(*map(plain_states.fields_of, (read["default"], state)))
     scale = read["wrappers"]["loss_scale"]["scale"]
     assert scale == state.wrapper_states["loss_scale"].scale
-    manager.save(plain_states.STEP + 1, args=fs.checkpoint.save_args(state))
-  assert (tmp_path / str(plain_states.STEP + 1) / "wrappers").is_dir()
+    manager.save(2, args=fs.checkpoint.save_args(state))
+  assert (tmp_path / "2" / "wrappers").is_dir()

@@ -1,0 +1,469 @@
+"""Checkpoints of every writer, optimizer and module are restored as saved."""
+
+import functools
+import logging
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import checkpoint_states as states
+import flax
+from flax import nnx
+from flax import serialization
+import flax.linen as nn
+from flax.training import checkpoints as flax_checkpoints
+from flax.training import dynamic_scale as dynamic_scale_lib
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import plain_states
+import pytest
+from tree_equality import assert_trees_equal
+
+import flaxshard as fs
+
+_TESTS = str(pathlib.Path(__file__).parents[1])
+
+
+def write_own_manager(path, state):
+  with ocp.CheckpointManager(path) as manager:
+    manager.save(plain_states.STEP, args=fs.checkpoint.save_args(state))
+
+
+# The programs that write a checkpoint, and the stack of wrappers of their
+# state; None is a state of Flax.
+WRITERS = {
+  **{name: (write, None) for name, write in plain_states.WRITERS.items()},
+  **{stack: (states.write_ours, stack) for stack in states.STACKS},
+  "state_item": (
+    functools.partial(states.write_ours, plain_item="state"),
+    "both",
+  ),
+  "own_manager": (write_own_manager, "both"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+  """Returns a function of a writer's name: the directory and the state."""
+  root = tmp_path_factory.mktemp("written")
+
+  @functools.cache
+  def write_once(name):
+    write, stack = WRITERS[name]
+    state = plain_states.create() if stack is None else states.our_state(stack)
+    state = plain_states.changed(state)
+    (root / name).mkdir()
+    write(root / name, state)
+    return root / name, state
+
+  return write_once
+
+
+def assert_same_fields(given, wanted):
+  """Compares what a plain program has, with the kinds of PRNG keys."""
+  assert_trees_equal(*map(plain_states.fields_of, (given, wanted)))
+
+
+@pytest.mark.parametrize(
+  ("writer", "stack"),
+  [
+    # Wrappers that are added, those that are kept, and those that are dropped.
+    *((writer, "both") for writer in plain_states.WRITERS),
+    ("state_item", "both"),
+    ("own_manager", "agn"),
+    ("both", "loss_scale"),
+    ("both", "none"),
+    ("agn", "loss_scale"),
+    ("loss_scale", "agn"),
+  ],
+)
+def test_flaxshard_restores_what_any_writer_wrote(
+  written, writer, stack, caplog
+):
+  path, state = written(writer)
+  fresh = states.our_state(stack)
+  with caplog.at_level(logging.INFO, "flaxshard"):
+    restored = fs.checkpoint.restore(path, fresh)
+  assert jax.tree.structure(restored) == jax.tree.structure(fresh)
+  assert_same_fields(restored, state)
+  for x, y in zip(*map(jax.tree.leaves, (restored, fresh)), strict=True):
+    assert isinstance(x, jax.Array)
+    assert not y.committed or x.sharding == y.sharding
+  # A wrapper's state is as saved, or fresh. The log names what differs.
+  own = restored.wrapper_states
+  saved = getattr(state, "wrapper_states", {})
+  for name in own.keys() & saved.keys():
+    assert_trees_equal(own[name], saved[name])
+  if "loss_scale" in own.keys() - saved.keys():
+    assert float(own["loss_scale"].scale) == 2.0**15
+  if "agn" in own.keys() - saved.keys():  # every replica begins at the center
+    center = np.asarray(state.params["dense"]["kernel"])
+    local = own["agn"].local_params["dense"]["kernel"]
+    np.testing.assert_array_equal(local, np.stack([center, center]))
+  differing = sorted(own.keys() ^ saved.keys())
+  # Sorted by their name, which is the only one in quotation marks.
+  lines = sorted(
+    states.messages(caplog, logging.INFO), key=lambda x: x.split("'")[1]
+  )
+  for name, line in zip(differing, lines, strict=True):
+    assert line.startswith(f"{path / str(plain_states.STEP)}: ")
+    fact = "starts fresh" if name in own else "left alone"
+    assert f"'{name}'" in line and fact in line
+
+
+# The plain reader, in a process without flaxshard.
+
+_READER = """
+import sys
+sys.modules["flaxshard"] = None  # as if it were not installed
+tests, root, *names = sys.argv[1:]
+sys.path.append(tests)
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import orbax.checkpoint as ocp
+from orbax.checkpoint import v1 as ocp_v1
+import plain_states
+from plain_states import STEP
+from tree_equality import assert_trees_equal
+
+one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+target = jax.tree.map(
+  lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one),
+  plain_states.create())
+wanted = plain_states.changed(plain_states.create())
+
+def check(restored):
+  assert type(restored) is plain_states.FlaxState
+  fields = plain_states.fields_of(restored)
+  assert len(jax.tree.leaves(fields)) == len(jax.tree.leaves(restored))
+  assert_trees_equal(fields, plain_states.fields_of(wanted))
+
+for name in names:
+  path = f"{root}/{name}"
+  item = "state" if name == "state_item" else "default"
+  check(ocp_v1.load(f"{path}/{STEP}", target))
+  with ocp.StandardCheckpointer() as checkpointer:
+    check(checkpointer.restore(f"{path}/{STEP}/{item}", target))
+  if item == "state":
+    with ocp_v1.training.Checkpointer(path) as checkpointer:
+      assert checkpointer.latest.step == STEP
+      check(checkpointer.load(STEP, target))
+    continue
+  with ocp.CheckpointManager(path) as manager:
+    assert manager.latest_step() == STEP
+    check(manager.restore(STEP, args=ocp.args.StandardRestore(target)))
+  with ocp.CheckpointManager(path) as manager:
+    assert {"params", "opt_state"} < set(manager.restore(STEP))
+assert not [m for m in sys.modules if m.startswith("flaxshard.")]
+print("read", *names)
+"""
+
+
+@pytest.mark.slow
+def test_plain_program_restores_without_flaxshard(written, tmp_path):
+  names = ["v0", "none", "loss_scale", "both", "state_item", "own_manager"]
+  for name in names:
+    root = written(name)[0].parent
+  done = subprocess.run(
+    [sys.executable, "-I", "-c", _READER, _TESTS, str(root), *names],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  assert done.stdout.split() == ["read", *names]
+
+
+# Optimizers, and modules whose arrays are in boxes.
+
+
+def test_restores_states_of_nested_optimizers(tmp_path):
+  adam = optax.inject_hyperparams(optax.adam)(
+    learning_rate=optax.linear_schedule(0.1, 0.0, 100)
+  )
+  tx = optax.multi_transform(
+    {
+      "train": optax.chain(optax.scale_by_factored_rms(), adam),
+      "keep": optax.set_to_zero(),
+    },
+    lambda params: {x: "keep" if x == "half" else "train" for x in params},
+  )
+  fresh, ours = plain_states.create(tx), states.our_state("loss_scale", tx)
+  plain_states.write_v0(tmp_path / "plain", plain_states.changed(fresh))
+  restored = fs.checkpoint.restore(tmp_path / "plain", ours)
+  assert_same_fields(restored, plain_states.changed(fresh))
+  # Orbax's usual strict call.
+  states.write_ours(tmp_path / "ours", plain_states.changed(ours))
+  template = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
+  with ocp.CheckpointManager(tmp_path / "ours") as manager:
+    restored = manager.restore(
+      plain_states.STEP, args=ocp.args.StandardRestore(template)
+    )
+  assert_same_fields(restored, plain_states.changed(ours))
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(4, 3, rngs=rngs)
+    self.norm = nnx.BatchNorm(3, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+class NNXState(flax_train_state.TrainState):
+  batch_stats: Any
+  rngs: Any
+
+
+def test_restores_the_variables_of_nnx(tmp_path):
+  _, params, stats, rngs = nnx.split(
+    Net(nnx.Rngs(1)), nnx.Param, nnx.BatchStat, ...
+  )
+  variables = dict(params=params, batch_stats=stats, rngs=rngs)
+  plain = NNXState.create(apply_fn=None, tx=plain_states.TX, **variables)
+  plain = plain_states.changed(plain.replace(step=jnp.int32(0)))
+  plain_states.write_v0(tmp_path, plain)
+  ours = fs.create_train_state(Net(nnx.Rngs(0)), None, None, plain_states.TX)
+  restored = fs.checkpoint.restore(tmp_path, ours)
+  for field in ("step", *variables, "opt_state"):
+    assert_trees_equal(
+      jax.tree.leaves(getattr(restored, field)),
+      jax.tree.leaves(getattr(plain, field)),
+    )
+
+
+def test_restores_boxed_linen_parameters(tmp_path):
+  model = nn.Dense(
+    3, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, None))
+  )
+  x = jnp.ones((1, 2))
+  params = model.init(jax.random.key(0), x)["params"]
+  plain = flax_train_state.TrainState.create(
+    apply_fn=None, params=params, tx=plain_states.TX
+  )
+  plain_states.write_v0(tmp_path, plain)
+  ours = fs.create_train_state(model, jax.random.key(1), x, plain_states.TX)
+  restored = fs.checkpoint.restore(tmp_path, ours)
+  assert_trees_equal(restored.params, nn.meta.unbox(params))
+
+
+# Whole states with their wrappers, saved by calls of other programs.
+
+STEP = 5
+PARAMS = {"w": jnp.arange(8.0).reshape(2, 4), "half": jnp.ones(3, jnp.float16)}
+WRAPPERS = {
+  "loss_scale": states.SCALED,
+  "cross_shard": fs.CrossShard("mean"),
+  "agn": fs.AGN(4),
+}
+
+
+def create(*names, **kwargs):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=jax.tree.map(jnp.zeros_like, PARAMS),
+    tx=plain_states.TX,
+    wrappers=[WRAPPERS[name] for name in names],
+    **kwargs,
+  )
+
+
+def flax_orbax(path, state):
+  flax_checkpoints.save_checkpoint(str(path), jax.device_get(state), STEP)
+
+
+def flax_msgpack(path, state):
+  with flax.config.temp_flip_flag("use_orbax_checkpointing", False):
+    flax_checkpoints.save_checkpoint(str(path), jax.device_get(state), STEP)
+  assert (path / f"checkpoint_{STEP}").is_file()
+
+
+def clu_checkpoint(path, state):
+  # What clu.checkpoint writes; the package itself needs TensorFlow.
+  (path / "ckpt-5.flax").write_bytes(serialization.to_bytes(state))
+  (path / "ckpt-5.index").write_bytes(b"of TensorFlow")
+
+
+def to_bytes(path, state):
+  """Returns the path that is restored."""
+  (path / "state.msgpack").write_bytes(serialization.to_bytes(state))
+  return path / "state.msgpack"
+
+
+@pytest.mark.parametrize(
+  "write",
+  [plain_states.write_v0, flax_orbax, flax_msgpack, clu_checkpoint, to_bytes],
+)
+def test_whole_state_is_restored_with_and_without_its_wrappers(
+  write, tmp_path, caplog
+):
+  state = plain_states.changed(create("loss_scale", "agn"))
+  where = write(tmp_path, state) or tmp_path
+  for names in (["loss_scale", "agn"], ["cross_shard", "loss_scale"]):
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "flaxshard"):
+      restored = fs.checkpoint.restore(where, create(*names))
+    for field in ("step", "params", "opt_state"):
+      assert_trees_equal(getattr(restored, field), getattr(state, field))
+    for name in state.wrapper_states:
+      told = f"a state of wrapper '{name}': left alone" in caplog.text
+      assert told == (name not in names)
+      if name in names:
+        assert_trees_equal(
+          restored.wrapper_states[name], state.wrapper_states[name]
+        )
+
+
+class FlaxState(flax_train_state.TrainState):
+  """As in Flax's ImageNet and WMT examples."""
+
+  dynamic_scale: Any = None
+
+
+DynamicScale = dynamic_scale_lib.DynamicScale
+
+
+@pytest.mark.parametrize(
+  ("write", "scale"),
+  [
+    (
+      plain_states.write_v0,
+      DynamicScale(fin_steps=jnp.int32(2), scale=jnp.float32(2.0**15)),
+    ),
+    # Its counter and scale are Python numbers until it is used.
+    (flax_msgpack, DynamicScale(scale=1024.0)),
+    (plain_states.write_v0, DynamicScale(scale=1024.0)),
+  ],
+)
+def test_dynamic_scale_becomes_loss_scale(write, scale, tmp_path, caplog):
+  plain = FlaxState.create(apply_fn=None, params=PARAMS, tx=plain_states.TX)
+  # The step is a Python number too until it is traced.
+  plain = plain.replace(step=3, dynamic_scale=scale)
+  write(tmp_path, plain)
+  caplog.set_level(logging.INFO, "flaxshard")
+  restored = fs.checkpoint.restore(tmp_path, create("loss_scale"))
+  wanted = plain.replace(step=jnp.int32(3))
+  for field in ("step", "params", "opt_state"):
+    assert_trees_equal(getattr(restored, field), getattr(wanted, field))
+  own = restored.wrapper_states["loss_scale"]
+  count = int(scale.fin_steps)
+  values = (jnp.float32(scale.scale), *map(jnp.int32, (count, 0, 0)))
+  assert_trees_equal(own, type(own)(*values))
+  # Training continues from there.
+  step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
+  new = step(restored)
+  assert int(new.wrapper_states["loss_scale"].good_steps) == count + 1
+  # Without the wrapper, the field is left alone; a state may have it as well.
+  fs.checkpoint.restore(tmp_path, create())
+  zero = DynamicScale(scale=jnp.float32(0), fin_steps=jnp.int32(0))
+  restored = fs.checkpoint.restore(tmp_path, create(dynamic_scale=zero))
+  assert_trees_equal(
+    (restored.dynamic_scale.scale, restored.dynamic_scale.fin_steps), values[:2]
+  )
+  taken, left = states.messages(caplog, logging.INFO)
+  assert "'dynamic_scale' becomes the state of wrapper 'loss_scale'" in taken
+  assert "'dynamic_scale': left alone" in left
+
+
+# Numbers.
+
+
+def test_number_without_a_field_is_passed_over_and_named(tmp_path, caplog):
+  saved = {**serialization.to_state_dict(create()), "epoch": 3}
+  saved["meta"] = {"rate": 0.5}
+  with ocp.CheckpointManager(tmp_path / "orbax") as manager:
+    manager.save(5, args=ocp.args.StandardSave(saved))
+  (tmp_path / "msgpack").write_bytes(serialization.msgpack_serialize(saved))
+  for name in ("orbax", "msgpack"):
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "flaxshard"):
+      fs.checkpoint.restore(tmp_path / name, create())
+    assert "'epoch'" in caplog.text and "'meta/rate'" in caplog.text
+  # An array may be a part of the model.
+  saved["epoch"] = np.int32(3)
+  (tmp_path / "msgpack").write_bytes(serialization.msgpack_serialize(saved))
+  with pytest.raises(ValueError, match=r"epoch: .*where nothing is expected"):
+    fs.checkpoint.restore(tmp_path / "msgpack", create())
+
+
+@pytest.mark.parametrize("write", [plain_states.write_v0, to_bytes])
+def test_step_of_64_bits_is_restored_if_it_fits(write, tmp_path):
+  def restored_step(name, step):
+    (tmp_path / name).mkdir()
+    with jax.enable_x64(True):
+      state = create().replace(step=jnp.int64(step))
+      path = write(tmp_path / name, state) or tmp_path / name
+    return fs.checkpoint.restore(path, create()).step
+
+  assert_trees_equal(restored_step("fits", 7), jnp.int32(7))
+  with pytest.raises(ValueError, match=rf"step: {2**31} is .* int32"):
+    restored_step("large", 2**31)
+
+
+# Nothing is cast or filled.
+
+
+@pytest.mark.parametrize(
+  ("collection", "name", "leaf", "facts"),
+  [
+    ("params", "half", lambda: jnp.ones(3), ["float16", "float32"]),
+    ("params", "more", lambda: jnp.ones(3), ["missing", "float32[3]"]),
+    ("rngs", "raw", lambda: jax.random.key(0), ["uint32", "key<fry>"]),
+    (
+      "rngs",
+      "dropout",
+      lambda: jax.random.key(0, impl="unsafe_rbg"),
+      ["key<rbg>", "key<urbg>"],
+    ),
+  ],
+)
+def test_leaf_that_differs_raises(written, collection, name, leaf, facts):
+  path, _ = written("both")
+  state = states.our_state("none")
+  tree = {**getattr(state, collection), name: leaf()}
+  with pytest.raises(ValueError) as e:
+    fs.checkpoint.restore(path, state.replace(**{collection: tree}))
+  step_dir = path / str(plain_states.STEP)
+  for fact in (str(step_dir), f"{collection}/{name}: ", *facts):
+    assert fact in str(e.value)
+
+
+# Directories of Flax's files.
+
+
+def write_flax(path, step):
+  state = create().replace(step=jnp.int32(step)).without_wrappers()
+  path.write_bytes(serialization.to_bytes(state))
+
+
+def test_checkpointer_continues_from_flax_files(tmp_path, caplog):
+  for step in (2, 10, 11):
+    write_flax(tmp_path / f"checkpoint_{step}", step)
+  cut = tmp_path / "checkpoint_11"
+  cut.write_bytes(cut.read_bytes()[:40])
+  with fs.Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
+    assert checkpointer.all_steps() == [2, 10, 11]
+    state = checkpointer.restore(create())
+    assert int(state.step) == checkpointer.restored_step == 10
+    assert f"step 11 is damaged, passed over: {cut}" in caplog.text
+    assert int(checkpointer.restore(create(), 2).step) == 2
+    restored = fs.checkpoint.restore(tmp_path / "checkpoint_2", state)
+    assert int(restored.step) == 2
+    with pytest.raises(ValueError, match=r"step=3 .* which has step 10"):
+      checkpointer.save(3, state)
+    assert not checkpointer.save(10, state)  # is there
+    for step in (12, 13):
+      checkpointer.save(step, state.replace(step=jnp.int32(step)))
+    # Of two with the same number, that of a manager.
+    write_flax(tmp_path / "checkpoint_13", 99)
+    assert int(checkpointer.restore(create()).step) == 13
+    assert checkpointer.all_steps() == [2, 10, 13]
+  # No file of Flax is renamed or deleted.
+  names = sorted(path.name for path in tmp_path.iterdir())
+  theirs = [f"checkpoint_{step}" for step in (10, 11, 13, 2)]
+  assert names == ["13", *theirs]
