@@ -72,6 +72,22 @@ def fields_of(state):
   return {name: getattr(state, name) for name in names}
 
 
+def read(path, item):
+  """Returns what each strict call of Orbax reads of a step, into FlaxStates."""
+  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, create())
+  found = [ocp_v1.load(path / str(STEP), target)]
+  with ocp.StandardCheckpointer() as checkpointer:
+    found.append(checkpointer.restore(path / str(STEP) / item, target))
+  if item == "state":
+    with ocp_v1.training.Checkpointer(path) as checkpointer:
+      found.append(checkpointer.load(STEP, target))
+  else:
+    with ocp.CheckpointManager(path) as manager:
+      args = ocp.args.StandardRestore(target)
+      found.append(manager.restore(STEP, args=args))
+  return found
+
+
 # The writers: each writes a directory of steps.
 
 

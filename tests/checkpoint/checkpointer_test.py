@@ -18,31 +18,7 @@ from tree_equality import assert_trees_equal
 import flaxshard as fs
 from flaxshard import data
 
-
-@jax.jit
-def step(state, factor=1.0):
-  grads = jax.tree.map(
-    lambda p: ((p + 1) * factor).astype(p.dtype), state.params
-  )
-  return state.apply_gradients(grads=grads)
-
-
 # One state.
-
-
-def test_state_is_restored_bit_for_bit(tmp_path):
-  # A step is skipped, so that no counter has its initial value.
-  state = step(step(states.our_state("loss_scale")), jnp.nan)
-  assert int(state.wrapper_states["loss_scale"].skipped_steps) == 1
-  states.write_ours(tmp_path, state)
-  fresh = states.our_state("loss_scale")
-  with fs.Checkpointer(tmp_path) as checkpointer:
-    restored = checkpointer.restore(fresh)
-  assert (restored.tx, restored.wrappers) == (fresh.tx, fresh.wrappers)
-  assert_trees_equal(restored, state)
-  # The state given to `restore` is not changed.
-  assert int(fresh.step) == 0
-  assert_trees_equal(step(restored), step(state))
 
 
 def test_saved_state_can_be_donated_and_an_error_waits_for_the_save(tmp_path):
@@ -120,7 +96,7 @@ def test_data_continues_from_the_saved_position(tmp_path):
   assert take(iterator, 4) == whole[:4]
   position = iterator.get_state()
   with fs.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(4, states.weights(2.0), data=iterator)
+    checkpointer.save(4, states.weights(), data=iterator)
     # The save is asynchronous, its position that of the call.
     assert take(iterator, 2) == whole[4:6]
   file = tmp_path / "4" / "input_iterator" / "metadata"
@@ -130,11 +106,8 @@ def test_data_continues_from_the_saved_position(tmp_path):
   }
   fresh = make_iterator()
   with fs.Checkpointer(tmp_path) as checkpointer:
-    restored = checkpointer.restore(states.weights(), data=fresh)
-    assert take(fresh, 5) == whole[4:]
-    # The state alone, too.
-    assert_trees_equal(checkpointer.restore(states.weights()), restored)
-  assert_trees_equal(restored, states.weights(2.0))
+    checkpointer.restore(states.weights(), data=fresh)
+  assert take(fresh, 5) == whole[4:]
 
 
 @pytest.mark.parametrize(

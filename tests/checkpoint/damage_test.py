@@ -43,7 +43,8 @@ def flip(file):
 def save(path, *steps, **kwargs):
   with checkpoint.Checkpointer(path, **kwargs) as checkpointer:
     for step in steps:
-      checkpointer.save(step, trained(step), data=states.Counter(step))
+      data = states.Counter(step)
+      checkpointer.save(step, trained(step), data, metrics={"step": step})
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_every_file_has_its_size_and_crc32(saved):
   for name, (size, crc) in named.items():
     content = (step / name).read_bytes()
     assert (len(content), zlib.crc32(content)) == (size, crc)
-  items = {"default", "input_iterator", "wrappers", "flaxshard"}
+  items = {"default", "input_iterator", "metrics", "wrappers", "flaxshard"}
   assert {name.split("/")[0] for name in named} == items
   assert step_files.read_metadata(step) == {
     "flaxshard": fs.__version__,
@@ -223,16 +224,34 @@ def test_other_model_or_missing_position_is_not_damage(path):
 # Saving after a damaged step was passed over.
 
 
-def test_damaged_steps_are_renamed_at_the_next_save(path, caplog):
+def not_an_object(file):
+  file.write_text("[1]")
+
+
+@pytest.mark.parametrize(
+  ("name", "damage"),
+  [
+    ("default/_METADATA", flip),
+    # Orbax's manager cannot be created with these, and names no file.
+    ("metrics/metrics", not_an_object),
+    ("_CHECKPOINT_METADATA", cut),
+  ],
+)
+def test_damaged_steps_are_renamed_at_the_next_save(path, name, damage, caplog):
   # What a killed save leaves is no step, and not renamed.
   shutil.copytree(path / "3", path / "4.orbax-checkpoint-tmp")
-  flip(path / "3" / "default" / "_METADATA")
+  damage(path / "3" / name)
   damaged = contents(path / "3")
   (path / "9").mkdir()
-  with checkpoint.Checkpointer(path, max_to_keep=2) as checkpointer:
+  with checkpoint.Checkpointer(
+    path, max_to_keep=2, best_metric="step"
+  ) as checkpointer:
     assert_is(checkpointer.restore(INITIAL), 2)
-    checkpointer.save(3, trained(3))
-    checkpointer.wait()
+    assert checkpointer.best_step() == 2
+    with pytest.raises(ValueError, match=f"/3/{name}"):
+      checkpointer.restore(INITIAL, 3)
+    checkpointer.save(3, trained(3), metrics={"step": 3})
+    assert checkpointer.best_step() == 3
     assert list(checkpointer.all_steps()) == [2, 3]
     assert_is(checkpointer.restore(INITIAL), 3)
   for step in (3, 9):

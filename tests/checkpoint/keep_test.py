@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from tree_equality import assert_trees_equal
 
 from flaxshard import checkpoint
 from flaxshard import train
@@ -83,25 +82,6 @@ def test_nonfinite_metrics_are_null_on_disk(tmp_path):
   assert written == {"loss": 0.25, "nan": None, "count": 3, "none": None}
   with checkpoint.Checkpointer(tmp_path, best_metric="nan") as checkpointer:
     assert checkpointer.best_step() is None
-
-
-@pytest.mark.parametrize(
-  ("name", "content"),
-  [("metrics/metrics", "[1]"), ("_CHECKPOINT_METADATA", "")],
-)
-def test_step_with_damaged_metadata_is_passed_over(tmp_path, name, content):
-  # Orbax's own manager cannot be created then, and does not name the file.
-  save_all(tmp_path, {1: 0.5, 2: 0.9})
-  (tmp_path / "2" / name).write_text(content)
-  with checkpoint.Checkpointer(tmp_path, best_metric="a") as checkpointer:
-    restored = checkpointer.restore(states.weights())
-    assert_trees_equal(restored, states.weights(1))
-    assert checkpointer.restored_step == checkpointer.best_step() == 1
-    with pytest.raises(ValueError, match=f"/2/{name}"):
-      checkpointer.restore(states.weights(), 2)
-    checkpointer.save(2, states.weights(2), metrics={"a": 0.7})
-    assert checkpointer.best_step() == 2
-  assert (tmp_path / "2.damaged" / name).read_text() == content
 
 
 @pytest.mark.slow
