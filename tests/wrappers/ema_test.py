@@ -141,9 +141,3 @@ def test_average_takes_four_bytes_per_parameter():
   assert ema.temp_size_in_bytes - plain.temp_size_in_bytes < 4096
   # The state is updated in place.
   assert ema.alias_size_in_bytes - plain.alias_size_in_bytes == added
-
-
-@pytest.mark.parametrize("decay", [1.0, -0.1, "0.9", np.nan])
-def test_invalid_decay_raises(decay):
-  with pytest.raises(ValueError, match="EMA: decay must be"):
-    fs.EMA(decay)
