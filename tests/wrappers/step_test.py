@@ -23,31 +23,27 @@ class SignGradients(fs.wrappers.Base):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale(fs.wrappers.Base):
-  """Doubles the working parameters and the loss."""
+class Affine(fs.wrappers.Base):
+  """Applies x -> factor * x + shift to the loss and working parameters."""
+
+  factor: float = 1.0
+  shift: float = 0.0
 
   def params(self, state, params, mode):
-    return jax.tree.map(lambda p: p * 2, params) if mode == "train" else params
+    if mode == "eval":
+      return params
+    return jax.tree.map(lambda p: p * self.factor + self.shift, params)
 
   def scale_loss(self, state, loss):
-    return loss * 2
+    return loss * self.factor + self.shift
 
   def unscale_gradients(self, state, grads):
-    return jax.tree.map(lambda g: g / 2, grads)
+    return jax.tree.map(lambda g: (g - self.shift) / self.factor, grads)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shift(fs.wrappers.Base):
-  """Adds 3 to the working parameters and the loss."""
-
-  def params(self, state, params, mode):
-    return jax.tree.map(lambda p: p + 3, params)
-
-  def scale_loss(self, state, loss):
-    return loss + 3
-
-  def unscale_gradients(self, state, grads):
-    return jax.tree.map(lambda g: g - 3, grads)
+class OtherAffine(Affine):
+  pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +64,15 @@ step = jax.jit(lambda state, g: state.apply_gradients(grads={"w": g}))
 
 
 def test_the_innermost_wrapper_scales_first_and_unscales_last():
-  state = create([Scale(), Shift()])
+  state = create([Affine(factor=2.0), OtherAffine(shift=3.0)])
   assert float(state.scale_loss(jnp.float32(1.0))) == (1 + 3) * 2
   grads = state.unscale_gradients({"w": jnp.array([8.0])})
   assert float(grads["w"][0]) == 8 / 2 - 3
-  # w = [2, -3] becomes (w + 3) * 2 = [10, 0].
+  # w = [2, -3] becomes (w + 3) * 2 = [10, 0], where the gradient is [20, 0].
   loss, grads = state.value_and_grad(lambda p: (p["w"] ** 2).sum())
   assert float(loss) == 100.0
-  # The gradient is [20, 0], twice that of the scaled loss.
+  # To unscale it subtracts the shift.
   np.testing.assert_array_equal(grads["w"], [20.0 - 3.0, -3.0])
-  np.testing.assert_array_equal(state.eval_params["w"], [5.0, 0.0])
 
 
 def test_the_outermost_wrapper_sees_gradients_first():
