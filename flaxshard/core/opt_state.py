@@ -23,7 +23,10 @@ P = jax.sharding.PartitionSpec
 
 
 def init(tx: Any, params: PyTree) -> PyTree:
-  """Returns the first state of an optimizer.
+  """Returns the first state of an optimizer, in the structure of later ones.
+
+  `optax.monitor` adds its measurements in the first update. They are zero here:
+  a step that may be skipped must return the same structure.
 
   Args:
     tx: The optax optimizer.
@@ -38,7 +41,19 @@ def init(tx: Any, params: PyTree) -> PyTree:
       "params must not be a pair for optax.lookahead. Give params.fast, and "
       "EMA or AGN(outer_tx=...) as a wrapper, which keep slow parameters."
     )
-  return tx.init(gradients.optimized_params(params))
+  params = gradients.optimized_params(params)
+  state = tx.init(params)
+  is_monitor = lambda x: isinstance(x, optax.transforms.MonitorState)
+  if not any(map(is_monitor, jax.tree.leaves(state, is_leaf=is_monitor))):
+    return state
+  first = trees.leaves_by_path(state)
+  _, later = jax.eval_shape(tx.update, params, state, params)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: first.get(
+      trees.path_strings(path), jnp.zeros(x.shape, x.dtype)
+    ),
+    later,
+  )
 
 
 def check_tx(tx: Any, argument: str = "tx") -> None:

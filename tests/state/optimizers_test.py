@@ -117,6 +117,23 @@ def test_value_is_averaged_over_replicas(wrappers):
     assert 0 < float(best(state.opt_state)) < first
 
 
+@pytest.mark.parametrize("wrappers", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_state_that_grows_at_the_first_update(wrappers):
+  norm = optax.tree.norm
+  tx = optax.chain(optax.monitor({"norm": norm}), optax.sgd(0.25))
+  state = create(tx, wrappers)
+  structure = jax.tree.structure(state)
+  for _ in range(2):
+    state = minimize(state)
+  assert jax.tree.structure(state) == structure
+  opt_state = state.opt_state
+  if "agn" in state.wrapper_states:
+    opt_state = state.wrapper_states["agn"].local_opt_state
+  wanted = norm(jax.grad(quadratic)(optax_steps(tx, PARAMS, 1)))
+  got = jnp.ravel(optax.tree.get(opt_state, "norm"))
+  assert_trees_close(got, wanted[None], atol=1e-6)
+
+
 def test_line_search_in_a_replica_raises():
   strategy = fs.Strategy()
   step = lambda state: state.minimize(quadratic)[0]
