@@ -1,27 +1,133 @@
-"""Warnings about a traced step: once for each trace, and only of mistakes.
-
-To lower a step traces it, which is all that a warning needs.
-"""
+"""Mistakes in arguments and steps: errors, and warnings of what would run."""
 
 import warnings
 
 from flax import linen as nn
+from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from regression import batch
 from regression import create
 from regression import loss_fn
 from regression import sharded
+from regression import split
 from regression import train_step
 from regression import X
+from regression import Y
+import sparse_states
 
 import flaxshard as fs
 
 P = jax.sharding.PartitionSpec
 
 EIGHT = fs.Strategy()
+REVERSED = fs.Strategy(devices=jax.devices()[::-1])
 KEY = jax.random.key(0)
+SHORTER = {**batch(1), "y": Y[1][:8]}
+
+
+def echo(x):
+  return EIGHT.run(lambda x: x, args=(x,))
+
+
+def run_step(step, wrappers=()):
+  return EIGHT.run(step, [create(EIGHT, wrappers), sharded(EIGHT, 0)])
+
+
+def run_split_agn():
+  """Replicas that step alone need whole parameters."""
+  state = create(EIGHT, [fs.AGN(9)])
+  EIGHT.run(lambda s: s, [split(state, EIGHT.mesh, P("replica"))])
+
+
+def batch_norm_over(axis):
+  norm = nn.BatchNorm(use_running_average=False, axis_name=axis)
+  return norm.apply({}, jnp.ones((2, 3)), mutable=True)
+
+
+def pmean(grads):
+  return jax.lax.pmean(grads, "replica")
+
+
+def step_with(reduce, **options):
+  def step(state, batch):
+    loss, grads = state.value_and_grad(loss_fn, batch)
+    return state.apply_gradients(grads=reduce(grads), **options), loss
+
+  return step
+
+
+UNREDUCED = step_with(lambda g: g, skip_gradients_aggregation=True)
+
+
+def steps(batches, step=train_step, **options):
+  return EIGHT.run_steps(step, create(), batches, **options)
+
+
+def good(step=train_step, **options):
+  return steps([sharded(EIGHT, 0)], step, **options)
+
+
+def changes_a_shape(state, batch):
+  return state.replace(params={**state.params, "w1": state.params["w2"]})
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "facts"),
+  [
+    (lambda: EIGHT.run(jnp.sum, 3.0), TypeError, r"args=\(state, batch\), got"),
+    (lambda: echo("a"), TypeError, "argument 0.*'a'"),
+    (lambda: echo({"n": 2**31}), ValueError, rf"argument 0/n .*{2**31}.*int32"),
+    (lambda: echo(fs.PerReplica(np.ones(16))), ValueError, r"shape \(16,\)"),
+    (lambda: echo(sharded(REVERSED, 0)), ValueError, "argument 0/x"),
+    (run_split_agn, ValueError, "0/params/w1 is split over 'replica'"),
+    (lambda: jax.jit(lambda x: echo(X))(1.0), TypeError, "argument 0"),
+    (lambda: EIGHT.run(lambda: echo(1.0)), TypeError, "run"),
+    (
+      lambda: echo({"a": nnx.BatchNorm(2, rngs=nnx.Rngs(0))}),
+      TypeError,
+      r"argument 0/a is a BatchNorm .*nnx\.jit",
+    ),
+    (lambda: EIGHT.jit(jnp.sum, donate_argnums=-1)(1.0), ValueError, "num.*-1"),
+    (lambda: EIGHT.jit(jnp.sum, donate_argnums=1)(1.0), ValueError, "argnums"),
+    # What a function does and returns.
+    (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
+    (lambda: EIGHT.run(lambda: fs.PerReplica(X)), TypeError, "PerReplica"),
+    (
+      lambda: EIGHT.run(lambda: batch_norm_over("batch")),
+      ValueError,
+      "batch.* axis_name='replica'",
+    ),
+    (
+      lambda: run_step(UNREDUCED),
+      ValueError,
+      r"params/w1 \(a replica's own data\).*opt_state/0/nu/w2 \([^,]*\. ",
+    ),
+    # Batches of run_steps; one in place of several: its examples are no steps.
+    (lambda: steps([]), ValueError, r"batches.*\[\]"),
+    (lambda: steps({"x": X[:0]}), ValueError, "batches"),
+    (lambda: steps(["a"]), TypeError, "argument 1/0 must be an array"),
+    (lambda: steps({"x": X, "y": Y[:2]}), ValueError, r"\[\(2,\), \(3,\)\]"),
+    (lambda: steps([batch(0), SHORTER]), ValueError, "same shape"),
+    (
+      lambda: steps(sharded(EIGHT, 0)),
+      ValueError,
+      r"batches\[x\] .*\(16, 8\).* list",
+    ),
+    (lambda: good(reduce="max"), ValueError, "reduce .*'max'"),
+    (lambda: good(reduce={"a": "sum"}), ValueError, "Expected dict"),
+    (lambda: good(lambda s, b: None), TypeError, "carry input and carry outp"),
+    (lambda: good(changes_a_shape), TypeError, r"carry.*params\['w1'\]"),
+  ],
+)
+def test_mistakes(call, error, facts):
+  with pytest.raises(error, match=facts):
+    call()
+
+
+# -- Warnings, once for each trace. To lower a step traces it.
 
 
 def new_step(step=train_step):
@@ -29,9 +135,12 @@ def new_step(step=train_step):
   return lambda *args: step(*args)
 
 
-@pytest.fixture(scope="module")
-def state():
+def dense_state():
   return create(EIGHT)
+
+
+def sparse_state():
+  return sparse_states.create(EIGHT, sparse_states.ADAGRAD)
 
 
 def dropout_step(state, x, key):
@@ -45,54 +154,46 @@ def dropout_step(state, x, key):
   return state.minimize(loss)
 
 
-def reduced_step(reduce, **options):
-  def step(state, batch):
-    loss, grads = state.value_and_grad(loss_fn, batch)
-    return state.apply_gradients(grads=reduce(grads), **options), loss
-
-  return step
-
-
-def pmean(grads):
-  return jax.lax.pmean(grads, "replica")
-
-
 def all_reduce(grads):
   return fs.get_replica_context().all_reduce("sum", grads)
 
 
+def sparse_step(state, batch):
+  loss, grads = state.value_and_grad(sparse_states.loss_fn, batch)
+  return state.apply_gradients(grads=all_reduce(grads)), loss
+
+
 WHOLE = "of shape (16, 8)", "8 replicas", "strategy.shard_batch"
 REDUCED = "already reduced", "8 times", "skip_gradients_aggregation=True"
+ROWS = EIGHT.shard_batch(sparse_states.batch(0))
 
 
 @pytest.mark.parametrize(
-  ("step", "args", "facts"),
+  ("new_state", "step", "args", "facts"),
   [
     # A batch that is not split (mistake 16), in spite of keys for dropout.
-    (new_step(), [batch(0)], ("argument 1/x ", *WHOLE)),
-    (dropout_step, [X[0], KEY], ("argument 1 ", *WHOLE)),
+    (dense_state, new_step(), [batch(0)], ("argument 1/x ", *WHOLE)),
+    (dense_state, dropout_step, [X[0], KEY], ("argument 1 ", *WHOLE)),
     # Gradients that are reduced by hand (mistake 27).
-    (reduced_step(pmean), [sharded(EIGHT, 0)], REDUCED),
-    (reduced_step(all_reduce), [sharded(EIGHT, 0)], REDUCED),
+    (dense_state, step_with(pmean), [sharded(EIGHT, 0)], REDUCED),
+    (dense_state, step_with(all_reduce), [sharded(EIGHT, 0)], REDUCED),
+    (sparse_state, sparse_step, [ROWS], REDUCED),
   ],
-  ids=["whole batch", "dropout", "pmean", "all_reduce"],
 )
-def test_mistakes_warn_once(state, step, args, facts):
+def test_mistakes_in_steps_warn_once(new_state, step, args, facts):
+  args = new_state(), *args
   with pytest.warns(UserWarning) as caught:
     for _ in range(2):
-      EIGHT.run(step, args=(state, *args))
+      EIGHT.run(step, args=args)
   (warning,) = caught
   assert all(fact in str(warning.message) for fact in facts)
   assert warning.filename == __file__
 
 
-def test_batches_of_run_steps_that_are_not_split_warn(state):
+def test_batches_of_run_steps_that_are_not_split_warn():
   with pytest.warns(UserWarning, match=r"1/0/x of shape \(16, 8\)") as caught:
-    EIGHT.run_steps(new_step(), state, [batch(0), batch(1)], reduce="mean")
+    steps([batch(0), batch(1)], new_step())
   assert [w.filename for w in caught] == [__file__]
-
-
-# -- Steps without a mistake.
 
 
 def take_part(state, batch):
@@ -112,41 +213,27 @@ def small_arguments(state, *args):
 
 
 @pytest.mark.parametrize(
-  ("step", "args"),
+  ("step", "wrappers", "args"),
   [
     # The whole batch on every replica, on purpose.
-    (train_step, [EIGHT.shard_batch(batch(0), spec=P())]),
-    (take_part, [batch(0)]),
-    (sample_rows, [batch(0)]),
+    (train_step, [], [EIGHT.shard_batch(batch(0), spec=P())]),
+    (take_part, [], [batch(0)]),
+    (sample_rows, [], [batch(0)]),
+    (small_arguments, [], [np.ones(3), 0.1, jax.random.split(KEY, 16)]),
+    (small_arguments, [], [jax.random.PRNGKey(0)]),
     (
-      small_arguments,
-      [np.ones(3), 0.1, jax.random.split(KEY, 16), jax.random.PRNGKey(0)],
-    ),
-    (
-      reduced_step(pmean, skip_gradients_aggregation=True),
+      step_with(pmean, skip_gradients_aggregation=True),
+      [],
       [sharded(EIGHT, 0)],
     ),
     # Of the gradients, only some depend on the batch.
-    (reduced_step(lambda g: {**g, "w2": g["w2"] * 0}), [sharded(EIGHT, 0)]),
+    (step_with(lambda g: {**g, "w2": g["w2"] * 0}), [], [sharded(EIGHT, 0)]),
+    # A wrapper reduces them.
+    (train_step, [fs.CrossShard("sum")], [sharded(EIGHT, 0)]),
+    (train_step, [fs.AGN(1, commit="mean")], [sharded(EIGHT, 0)]),
   ],
 )
-def test_right_steps_do_not_warn(state, step, args):
+def test_right_steps_do_not_warn(step, wrappers, args):
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    EIGHT.jit(step).lower(state, *args)
-
-
-@pytest.mark.parametrize(
-  "wrappers",
-  [
-    [fs.CrossShard("sum")],
-    [fs.LossScale("dynamic")],
-    [fs.AGN(1, commit="mean")],
-  ],
-)
-def test_gradients_that_a_wrapper_reduces_do_not_warn(wrappers):
-  state = create(EIGHT, wrappers)
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    EIGHT.jit(new_step()).lower(state, sharded(EIGHT, 0))
-    EIGHT.run_steps(new_step(), state, [sharded(EIGHT, 0)] * 2)
+    EIGHT.jit(new_step(step)).lower(create(EIGHT, wrappers), *args)

@@ -1,9 +1,11 @@
-"""Strategy: training on any number of replicas equals one device; errors."""
+"""Strategy: training on any number of replicas equals one device."""
 
+import functools
 import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from regression import batch
 from regression import create
@@ -11,45 +13,37 @@ from regression import loss_fn
 from regression import sharded
 from regression import split
 from regression import train_step
+import sparse_states
 from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
 P = jax.sharding.PartitionSpec
 Explicit = jax.sharding.AxisType.Explicit
 
-STRATEGIES = {
-  "1": fs.Strategy(devices=jax.devices()[:1]),
-  "2": fs.Strategy(devices=jax.devices()[:2]),
-  "4": fs.Strategy(devices=jax.devices()[:4]),
-  "8": fs.Strategy(),
-  "2x4": fs.Strategy(mesh_shape={"replica": 2, "model": 4}),
-  "1x8": fs.Strategy(mesh_shape={"replica": 1, "model": 8}),
-  "explicit": fs.Strategy(
-    mesh_shape={"replica": 2, "model": 4}, axis_type=Explicit
-  ),
-}
-EIGHT = STRATEGIES["8"]
-DYNAMIC = (fs.LossScale("dynamic"),)
-WHO = lambda: fs.get_replica_context().replica_id_in_sync_group
+ONE, TWO, FOUR, EIGHT = (
+  fs.Strategy(devices=jax.devices()[:n]) for n in (1, 2, 4, 8)
+)
+SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+EXPLICIT = fs.Strategy(
+  mesh_shape={"replica": 2, "model": 4}, axis_type=Explicit
+)
+DYNAMIC = fs.LossScale("dynamic")
+
+# No warning is due to a correct step.
+pytestmark = pytest.mark.filterwarnings("error")
 
 
 @pytest.fixture(scope="module")
 def wanted():
   """Three steps on one device."""
-  state, losses = create(wrappers=DYNAMIC), []
+  state, losses = create(wrappers=[DYNAMIC]), []
   step = jax.jit(train_step)
   for i in range(3):
     state, loss = step(state, batch(i))
     losses.append(float(loss))
   return state, losses
-
-
-def assert_trained(state, wanted):
-  assert_trees_close(
-    (state.step, state.params, state.opt_state),
-    (wanted.step, wanted.params, wanted.opt_state),
-  )
 
 
 # Different ways to write the step. All of them average gradients once.
@@ -72,52 +66,43 @@ def step_with_reduced_loss(state, batch):
 
 @pytest.mark.filterwarnings("ignore:run. the gradients are already")
 @pytest.mark.parametrize(
-  ("name", "step"),
+  ("strategy", "step"),
   [
-    ("1", train_step),
-    ("explicit", train_step),
-    ("8", step_without_aggregation),
-    ("2x4", step_with_reduced_loss),
-    ("4", jax.jit(train_step)),
+    (ONE, train_step),
+    (TWO, jax.jit(train_step)),
+    (FOUR, step_without_aggregation),
+    (SPLIT, step_with_reduced_loss),
   ],
 )
-def test_run_equals_one_device(name, step, wanted):
-  strategy = STRATEGIES[name]
+def test_run_equals_one_device(strategy, step, wanted):
   # Compiled without a replica context, the same function averages nothing.
-  if name == "4":
-    step(create(wrappers=DYNAMIC), batch(0))
-  state = create(strategy, DYNAMIC)
-  losses = []
+  if strategy is TWO:
+    step(create(wrappers=[DYNAMIC]), batch(0))
+  state, losses = create(strategy, [DYNAMIC]), []
   for i in range(3):
     state, loss = strategy.run(step, args=(state, sharded(strategy, i)))
     assert isinstance(loss, fs.PerReplica)
     losses.append(float(strategy.reduce("mean", loss)))
-  assert_trained(state, wanted[0])
+  assert_trees_close(state, wanted[0])
   np.testing.assert_allclose(losses, wanted[1], rtol=1e-5)
 
 
-def test_global_view_equals_one_device(wanted):
-  strategy = STRATEGIES["2x4"]
-  state, step = create(strategy, DYNAMIC), jax.jit(train_step)
-  for i in range(3):
-    state, _ = jax.block_until_ready(step(state, sharded(strategy, i)))
-  assert_trained(state, wanted[0])
-
-
 @pytest.mark.parametrize(
-  ("name", "spec"),
+  ("strategy", "spec", "jit"),
   [
-    ("2x4", P(("replica", "model"))),
-    ("explicit", P("model", "replica")),
+    (SPLIT, P(("replica", "model")), SPLIT.jit),
+    (EXPLICIT, P("model", "replica"), EXPLICIT.jit),
+    (SPLIT, P(), jax.jit),
   ],
 )
-def test_sharded_state_equals_one_device_and_stays_sharded(name, spec, wanted):
-  strategy = STRATEGIES[name]
-  state = split(create(strategy, DYNAMIC), strategy.mesh, spec)
-  step = strategy.jit(train_step, donate_argnums=0)
+def test_sharded_state_equals_one_device_and_stays_sharded(
+  strategy, spec, jit, wanted
+):
+  state = split(create(strategy, [DYNAMIC]), strategy.mesh, spec)
+  step = jit(train_step, donate_argnums=0)
   for i in range(3):
-    state, _ = step(state, sharded(strategy, i))
-  assert_trained(state, wanted[0])
+    state, _ = jax.block_until_ready(step(state, sharded(strategy, i)))
+  assert_trees_close(state, wanted[0])
   for matrix in (state.params["w1"], state.opt_state[0].nu["w1"]):
     where = jax.sharding.NamedSharding(strategy.mesh, spec)
     assert matrix.sharding.is_equivalent_to(where, 2)
@@ -125,10 +110,12 @@ def test_sharded_state_equals_one_device_and_stays_sharded(name, spec, wanted):
 
 @pytest.mark.parametrize("step", [train_step, step_without_aggregation])
 def test_nonfinite_gradient_of_one_replica_skips_the_step_of_all(step):
-  state = create(EIGHT, DYNAMIC)
+  state = create(EIGHT, [DYNAMIC])
   new, losses = EIGHT.run(step, args=(state, sharded(EIGHT, 0, bad=5)))
-  assert_trees_close((new.step, new.params), (state.step, state.params), 0, 0)
-  assert_trees_close(new.opt_state, state.opt_state, 0, 0)
+  assert_trees_equal(
+    (new.step, new.params, new.opt_state),
+    (state.step, state.params, state.opt_state),
+  )
   assert float(new.wrapper_states["loss_scale"].scale) == 2.0**14
   # Examples 4 and 5 are those of replica 2.
   finite = np.isfinite(np.asarray(losses))
@@ -144,7 +131,7 @@ def test_nonfinite_gradient_of_one_replica_skips_the_step_of_all(step):
   ],
 )
 def test_all_reduces(step, wanted):
-  args = create(EIGHT, DYNAMIC), sharded(EIGHT, 0)
+  args = create(EIGHT, [DYNAMIC]), sharded(EIGHT, 0)
   text = EIGHT.jit(step).lower(*args).compile().as_text()
   found = re.findall(r"= (\(.*\)|\S+) all-reduce(?:-start)?\(", text)
   types = [sorted(re.findall(r"\w+\[[\d,]*\]", x)) for x in found]
@@ -154,11 +141,119 @@ def test_all_reduces(step, wanted):
 def test_reversed_devices():
   reverse = fs.Strategy(devices=jax.devices()[::-1])
   assert reverse.mesh.devices.tolist() == jax.devices()[::-1]
-  results = reverse.local_results(reverse.run(WHO))
+  number = lambda: fs.get_replica_context().replica_id_in_sync_group
+  results = reverse.local_results(reverse.run(number))
   assert [int(x) for x in results] == list(range(8))
   assert [x.devices() for x in results] == [{d} for d in jax.devices()[::-1]]
-  # What is the same everywhere comes along; a batch does not.
+  # What is the same everywhere comes along.
   state, _ = reverse.run(train_step, args=(create(EIGHT), sharded(reverse, 0)))
   assert int(state.step) == 1
-  with pytest.raises(ValueError, match="argument 1/x"):
-    reverse.run(train_step, args=(state, sharded(EIGHT, 0)))
+
+
+# -- Row-sparse gradients.
+
+
+def step_reduced_by_hand(state, batch):
+  loss, grads = state.value_and_grad(sparse_states.loss_fn, batch)
+  grads = fs.get_replica_context().all_reduce("mean", grads)
+  state = state.apply_gradients(grads=grads, skip_gradients_aggregation=True)
+  return state, loss
+
+
+def train_sparse(strategy, state, way, step=sparse_states.train_step):
+  """Takes three steps."""
+  batches = [strategy.shard_batch(sparse_states.batch(i)) for i in range(3)]
+  if way == "run_steps":
+    return strategy.run_steps(step, state, batches)[0]
+  if way == "by hand":
+    step = step_reduced_by_hand
+  jit = jax.jit if way == "jit" else strategy.jit
+  step = jit(step, donate_argnums=0)
+  for one in batches:
+    state, _ = step(state, one)
+  return state
+
+
+@functools.cache
+def sparse_reference():
+  """Returns the parameters of one device, with dense gradients and optax."""
+  return sparse_states.reference(sparse_states.ADAGRAD, 3)
+
+
+def slow(*case):
+  return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+  ("way", "strategy", "spec", "wrappers"),
+  [
+    ("run", EIGHT, P(), []),
+    slow("by hand", EIGHT, P(), [fs.CrossShard()]),
+    ("run", SPLIT, P("model", None), [fs.CrossShard(), DYNAMIC]),
+    slow("run_steps", SPLIT, P(None, "model"), [DYNAMIC]),
+    slow("jit", EIGHT, P("replica", None), [DYNAMIC]),
+    ("jit", SPLIT, P("model", None), []),
+  ],
+)
+def test_sparse_steps_equal_dense_steps_on_the_whole_batch(
+  way, strategy, spec, wrappers
+):
+  state = sparse_states.create(strategy, sparse_states.ADAGRAD, wrappers, spec)
+  new = train_sparse(strategy, state, way)
+  assert_trees_close(new.params, sparse_reference())
+  assert new.params["table"].sharding.is_equivalent_to(
+    jax.sharding.NamedSharding(strategy.mesh, spec), 2
+  )
+
+
+# 8 replicas with two ids each: rows are gathered for the larger table, and a
+# whole array is summed for the smaller one.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("rows", "semantics"), [(sparse_states.ROWS, "lazy"), (6, "lazy"), (48, "tf")]
+)
+def test_moments_of_rows_equal_those_of_one_replica(rows, semantics):
+  def step(state, batch):
+    batch = {**batch, "ids": batch["ids"] % 4}
+    return state.minimize(sparse_states.loss_fn, batch)
+
+  many, one = (
+    train_sparse(
+      strategy,
+      sparse_states.create(
+        strategy, optax.adam(0.1), rows=rows, sparse_semantics=semantics
+      ),
+      "run",
+      step,
+    )
+    for strategy in (EIGHT, ONE)
+  )
+  assert_trees_close((many.params, many.opt_state), (one.params, one.opt_state))
+  # Rows that no replica uses stay, whatever is sent.
+  np.testing.assert_array_equal(
+    many.params["table"][4:], sparse_states.TABLE[4:rows]
+  )
+
+
+@pytest.mark.parametrize(
+  ("strategy", "spec"), [(EIGHT, P()), slow(SPLIT, P("model", None))]
+)
+def test_overflow_in_rows_of_one_replica_skips_the_step_on_all(strategy, spec):
+  state = sparse_states.create(
+    strategy, sparse_states.ADAGRAD, [DYNAMIC, fs.CrossShard()], spec
+  )
+  for i, poison in enumerate((0, np.inf)):
+    before = state
+    poisoned = np.zeros(sparse_states.BATCH, np.float32)
+    poisoned[11] = poison
+    one = strategy.shard_batch({**sparse_states.batch(i), "poison": poisoned})
+    state, _ = strategy.run(sparse_states.step_with_poison, args=(state, one))
+  assert_trees_equal(
+    (state.params, state.opt_state), (before.params, before.opt_state)
+  )
+  metrics = {name: float(x) for name, x in state.metrics().items()}
+  assert metrics == {"loss_scale": 2.0**14, "skipped_steps": 1}
+  assert int(state.step) == 1
+  # On every device.
+  for x in jax.tree.leaves(state.params):
+    assert all(np.isfinite(s.data).all() for s in x.addressable_shards)
