@@ -1,11 +1,9 @@
-"""Strategy.run: arguments, results, and the errors about them."""
+"""Strategy.run and run_steps: what arrives, and what comes back."""
 
 import functools
 
 import compilations
 from flax import linen as nn
-from flax import nnx
-from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from regression import split
 from regression import train_step
 from regression import X
 from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -28,6 +27,7 @@ NamedSharding = jax.sharding.NamedSharding
 
 EIGHT = fs.Strategy()
 SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+SGD = optax.sgd(0.1)
 
 
 def replica_id():
@@ -61,44 +61,34 @@ def test_sharded_array_arrives_in_parts(strategy, spec, wanted):
 # -- Results.
 
 
-@struct.dataclass
-class Output:
-  loss: jax.Array
-  other: jax.Array | None = None
-
-
 def test_results_keep_their_structure():
   def fn(x):
     number = replica_id()
-    out = Output(x + number)
-    return {"out": out, "list": [number > 3, 1, None], "half": jnp.bfloat16(2)}
+    moments = optax.TraceState(x + number)
+    return {"a": moments, "list": [number > 3, 1, None], "b": jnp.bfloat16(2)}
 
   got = EIGHT.run(fn, args=(0.5,))
-  assert got["out"].other is None and got["list"][2] is None
-  assert np.asarray(got["out"].loss).tolist() == [0.5 + i for i in range(8)]
+  assert np.asarray(got["a"].trace).tolist() == [0.5 + i for i in range(8)]
   assert np.asarray(got["list"][0]).tolist() == [i > 3 for i in range(8)]
   assert np.asarray(got["list"][1]).tolist() == [1] * 8
-  assert got["half"].value.dtype == jnp.bfloat16
+  assert got["list"][2] is None
+  assert got["b"].value.dtype == jnp.bfloat16
   assert EIGHT.run(lambda: None) is None
 
 
 def test_flax_train_state():
-  tx = optax.sgd(0.1)
-
   def step(state, batch):
     grads = jax.grad(loss_fn)(state.params, batch)
     grads = fs.get_replica_context().all_reduce("mean", grads)
     return state.apply_gradients(grads=grads)
 
   state = flax_train_state.TrainState.create(
-    apply_fn=None, params=create().params, tx=tx
+    apply_fn=None, params=create().params, tx=SGD
   )
   new = EIGHT.run(step, args=(state, sharded(EIGHT, 0)))
   assert type(new) is flax_train_state.TrainState
-  wanted = state.apply_gradients(
-    grads=jax.grad(loss_fn)(state.params, batch(0))
-  )
-  assert_trees_close(new.params, wanted.params)
+  grads = jax.grad(loss_fn)(state.params, batch(0))
+  assert_trees_close(new.params, state.apply_gradients(grads=grads).params)
 
 
 def test_two_states_keep_their_shardings():
@@ -116,14 +106,13 @@ def test_two_states_keep_their_shardings():
     assert after.params["w1"].sharding == before.params["w1"].sharding
 
 
-def normalize(x, axis_name="replica"):
-  norm = nn.BatchNorm(use_running_average=False, axis_name=axis_name)
-  # The initialization does not look at the other replicas.
-  variables = norm.init(jax.random.key(0), x)
-  return norm.apply(variables, x, mutable=True)[0]
-
-
 def test_batch_norm_over_the_axis_of_the_replicas():
+  def normalize(x, axis_name="replica"):
+    norm = nn.BatchNorm(use_running_average=False, axis_name=axis_name)
+    # The initialization does not look at the other replicas.
+    variables = norm.init(jax.random.key(0), x)
+    return norm.apply(variables, x, mutable=True)[0]
+
   x = X[0, :, :3]
   got = np.asarray(EIGHT.run(normalize, args=(EIGHT.shard_batch(x),)))
   wanted = normalize(x, axis_name=None)
@@ -140,23 +129,6 @@ class Model(nn.Module):
     return nn.Dense(1)(x)[:, 0]
 
 
-SGD = optax.sgd(0.1)
-
-
-@functools.cache
-def batch_norm_state():
-  return fs.TrainState.create(
-    apply_fn=Model().apply,
-    **Model().init(jax.random.key(0), X[0]),
-    tx=SGD,
-    wrappers=[fs.LossScale("dynamic")],
-  )
-
-
-def each_its_own(tree):
-  return EIGHT.distribute_values_from_function(lambda _: tree)
-
-
 def batch_norm_step(state, batch):
   def loss_fn(params):
     variables = {"params": params, "batch_stats": state.batch_stats}
@@ -169,34 +141,42 @@ def batch_norm_step(state, batch):
   return state.apply_gradients(grads=grads, **replaced), loss
 
 
-@pytest.mark.slow
-def test_per_replica_statistics_stay_apart_and_are_averaged_when_saved(
-  tmp_path,
-):
-  strategy, n, state = EIGHT, 8, batch_norm_state()
-  state = state.replace(batch_stats=each_its_own(state.batch_stats))
-  parts = X.reshape(3, n, 16 // n, 8)
-  wanted = np.zeros((n, 8))
-  for i in range(2):
-    state, _ = strategy.run(batch_norm_step, args=(state, sharded(strategy, i)))
-    mean = state.batch_stats["BatchNorm_0"]["mean"]
-    wanted = 0.5 * wanted + 0.5 * parts[i].mean(1)
-    assert isinstance(mean, fs.PerReplica)
-    np.testing.assert_allclose(np.asarray(mean), wanted, rtol=1e-4, atol=1e-6)
-  plain = state.without_wrappers()
-  mean = plain.batch_stats["BatchNorm_0"]["mean"]
-  np.testing.assert_allclose(mean, wanted.mean(0), rtol=1e-4, atol=1e-6)
+def each_its_own(tree):
+  return EIGHT.distribute_values_from_function(lambda _: tree)
 
+
+def test_one_leaf_of_a_collection_may_be_per_replica(tmp_path):
+  state = fs.TrainState.create(
+    apply_fn=Model().apply,
+    **Model().init(jax.random.key(0), X[0]),
+    tx=SGD,
+    wrappers=[fs.LossScale("dynamic")],
+  )
+  statistics = dict(state.batch_stats["BatchNorm_0"])
+  statistics["mean"] = each_its_own(statistics["mean"])
+  state = state.replace(batch_stats={"BatchNorm_0": statistics})
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+  means, var = np.zeros((8, 8)), 1.0
+  for i in range(2):
+    state, _ = EIGHT.run(batch_norm_step, args=(state, sharded(EIGHT, i)))
+    parts = X[i].reshape(8, 2, 8)
+    means = 0.5 * means + 0.5 * parts.mean(1)
+    var = 0.5 * var + 0.5 * parts.var(1).mean(0)
+    found = state.batch_stats["BatchNorm_0"]
+    assert isinstance(found["mean"], fs.PerReplica)
+    close(np.asarray(found["mean"]), means)
+    close(found["var"], var)
+  # They are averaged when they are saved.
+  plain = state.without_wrappers().batch_stats["BatchNorm_0"]
+  close(plain["mean"], means.mean(0))
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(2, state)
     restored = checkpointer.restore(state)
-  args = restored, sharded(strategy, 2)
-  mean = restored.batch_stats["BatchNorm_0"]["mean"]
-  np.testing.assert_allclose(
-    np.asarray(mean), [wanted.mean(0)] * n, rtol=1e-4, atol=1e-6
-  )
+  found = restored.batch_stats["BatchNorm_0"]
+  close(np.asarray(found["mean"]), [means.mean(0)] * 8)
+  args = restored, sharded(EIGHT, 2)
   with compilations.count() as compiled:
-    strategy.run(batch_norm_step, args=args)
+    EIGHT.run(batch_norm_step, args=args)
   assert compiled.total == 0
 
 
@@ -236,73 +216,59 @@ def test_parameters_with_per_replica_moments_must_be_per_replica():
   )
 
 
-def test_one_leaf_of_a_collection_may_be_per_replica():
-  statistics = dict(batch_norm_state().batch_stats["BatchNorm_0"])
-  statistics["mean"] = each_its_own(statistics["mean"])
-  state = batch_norm_state().replace(batch_stats={"BatchNorm_0": statistics})
-  new, _ = EIGHT.run(batch_norm_step, args=(state, sharded(EIGHT, 0)))
-  assert jax.tree.structure(new) == jax.tree.structure(state)
-  got = new.batch_stats["BatchNorm_0"]
-  parts = X[0].reshape(8, 2, 8)
-  np.testing.assert_allclose(
-    np.asarray(got["mean"]), 0.5 * parts.mean(1), rtol=1e-4, atol=1e-6
-  )
-  wanted = 0.5 + 0.5 * parts.var(1).mean(0)
-  np.testing.assert_allclose(got["var"], wanted, rtol=1e-4, atol=1e-6)
+# -- Several steps in one program.
 
 
-# -- Mistakes.
+def with_outputs(state, batch):
+  state, loss = state.minimize(loss_fn, batch)
+  key = jax.random.fold_in(jax.random.key(0), replica_id())
+  outputs = {"loss": loss, "count": replica_id() + 1, "positive": loss > 0}
+  return state, {**outputs, "key": key, "number": 1.5, "row": batch["x"][0]}
 
 
-echo = lambda x: EIGHT.run(lambda x: x, args=(x,))
-SPLIT_OTHERWISE = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model")))
+def test_run_steps_equals_run_and_reduces_each_output():
+  # The second step is skipped.
+  batches = [sharded(EIGHT, i, bad=9 if i == 1 else None) for i in range(3)]
+  state = create(EIGHT, [fs.LossScale("dynamic")])
+  reduce = {"loss": "mean", "count": "sum", "positive": "sum"}
+  reduce |= {"key": None, "number": "sum", "row": None}
+  got, outputs = EIGHT.run_steps(with_outputs, state, batches, reduce=reduce)
+  for one in batches:
+    state, wanted = EIGHT.run(with_outputs, args=(state, one))
+  assert_trees_close(got, state, 0, 1e-7)
+  assert (int(got.step), float(got.metrics()["skipped_steps"])) == (2, 1)
+  np.testing.assert_allclose(outputs["loss"], wanted["loss"].mean(), rtol=1e-6)
+  sums = [float(outputs[k]) for k in ("count", "positive", "number")]
+  assert sums == [36, 8, 12]
+  kept = [(x["key"], x["row"]) for x in (outputs, wanted)]
+  assert_trees_equal(*kept)
 
 
-def run_split_agn():
-  """Replicas that step alone need whole parameters."""
-  state = create(EIGHT, [fs.AGN(9)])
-  EIGHT.run(lambda s: s, [split(state, EIGHT.mesh, P("replica"))])
+def test_run_steps_with_per_replica_batches():
+  # As many steps as replicas: sizes do not show which dimension is which.
+  batches = [
+    EIGHT.distribute_values_from_function(
+      lambda context, i=i: jnp.full(
+        2, 10.0 * i + context.replica_id_in_sync_group
+      )
+    )
+    for i in range(8)
+  ]
+
+  def step(state, x):
+    count = jax.lax.pmax(x[0], "replica").astype(jnp.int32)
+    return state.replace(step=10 * state.step + count // 10), x[1]
+
+  state, last = EIGHT.run_steps(step, create(EIGHT), batches)
+  assert int(state.step) == 1234567
+  assert np.asarray(last).tolist() == [70.0 + i for i in range(8)]
 
 
-def donate(argnums):
-  return EIGHT.jit(jnp.sum, donate_argnums=argnums)(1.0)
-
-
-@pytest.mark.parametrize(
-  ("call", "error", "facts"),
-  [
-    (lambda: EIGHT.run(jnp.sum, 3.0), TypeError, r"args=\(state, batch\), got"),
-    (lambda: EIGHT.run(loss_fn, create(), batch(0)), TypeError, "TrainState"),
-    (lambda: echo("a"), TypeError, "argument 0.*'a'"),
-    (lambda: echo({"n": 2**31}), ValueError, rf"argument 0/n .*{2**31}.*int32"),
-    (lambda: echo({"a": fs.PerReplica(np.ones((4, 2)))}), ValueError, "0/a"),
-    (lambda: echo(fs.PerReplica(np.ones(16))), ValueError, r"shape \(16,\)"),
-    (lambda: echo(SPLIT_OTHERWISE), ValueError, "argument 0"),
-    (run_split_agn, ValueError, "0/params/w1 is split over 'replica'"),
-    (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
-    (
-      lambda: EIGHT.run(lambda: normalize(jnp.ones((2, 3)), "batch")),
-      ValueError,
-      "batch.* axis_name='replica'",
-    ),
-    (lambda: EIGHT.run(lambda: fs.PerReplica(X)), TypeError, "PerReplica"),
-    (
-      lambda: EIGHT.run(lambda: create().replace(params=fs.PerReplica(X))),
-      TypeError,
-      "PerReplica",
-    ),
-    (lambda: jax.jit(lambda x: echo(X))(1.0), TypeError, "argument 0"),
-    (
-      lambda: echo({"a": nnx.BatchNorm(2, rngs=nnx.Rngs(0))}),
-      TypeError,
-      r"argument 0/a is a BatchNorm .*nnx\.jit",
-    ),
-    (lambda: echo(nnx.Rngs(0)), TypeError, "argument 0 is a Rngs"),
-    (lambda: EIGHT.run(lambda: echo(1.0)), TypeError, "run"),
-    (lambda: donate(-1), ValueError, "donate_argnums.*-1"),
-    (lambda: donate(1), ValueError, "donate_argnums"),
-  ],
-)
-def test_mistakes(call, error, facts):
-  with pytest.raises(error, match=facts):
-    call()
+def test_run_steps_deletes_a_donated_state():
+  batches = [sharded(EIGHT, i) for i in range(3)]
+  state = create(EIGHT)
+  kept, _ = EIGHT.run_steps(train_step, state, batches)
+  assert not state.params["w1"].is_deleted()
+  new, _ = EIGHT.run_steps(train_step, state, batches, donate_state=True)
+  assert_trees_equal(new, kept)
+  assert all(x.is_deleted() for x in jax.tree.leaves(state))
