@@ -1,6 +1,5 @@
 """Compiled functions of a Strategy: how long they live, when they compile."""
 
-import dataclasses
 import functools
 import gc
 import warnings
@@ -29,8 +28,16 @@ ONE = fs.Strategy(devices=jax.devices()[:1])
 ONES = np.ones(2, np.float32)
 
 
-class Captured(np.ndarray):
-  """An array that a function captures; it allows weak references."""
+class Scale:
+  """Has a method, and is not hashable."""
+
+  __hash__ = None
+
+  def __init__(self, factor):
+    self.factor = factor
+
+  def apply(self, x):
+    return self.factor * x
 
 
 def new_state():
@@ -57,24 +64,14 @@ def test_functions_and_their_closures_die(call):
   references = []
   gc.freeze()  # to collect new objects only, which is quick
   for _ in range(2):
-    x = np.ones(2, np.float32).view(Captured)
-    fn = lambda y, x=x: y + np.asarray(x)
+    captured = Scale(3.0)
+    fn = lambda x, captured=captured: captured.apply(x)
     call(fn)
-    references += [weakref.ref(fn), weakref.ref(x)]
-    del fn, x
+    references += [weakref.ref(fn), weakref.ref(captured)]
+    del fn, captured
   gc.collect()
   gc.unfreeze()
   assert [ref() for ref in references] == [None] * 4
-
-
-@dataclasses.dataclass
-class Model:
-  """Has methods, and is not hashable."""
-
-  factor: float
-
-  def scale(self, x):
-    return self.factor * x
 
 
 def step(state, x):
@@ -85,7 +82,7 @@ def triple(x):
   return 3.0 * x
 
 
-MODEL = Model(3.0)
+SCALE = Scale(3.0)
 PARTIAL = functools.partial(jnp.multiply, 3.0)
 
 
@@ -93,7 +90,7 @@ PARTIAL = functools.partial(jnp.multiply, 3.0)
   "get_fn",
   [
     lambda: triple,
-    lambda: MODEL.scale,  # a new object at each access
+    lambda: SCALE.apply,  # a new object at each access
     lambda: PARTIAL,
   ],
   ids=["function", "method", "partial"],
@@ -111,83 +108,71 @@ def test_second_run_does_not_compile(get_fn):
 
 
 def test_methods_of_two_objects_are_two_functions():
-  outs = [STRATEGY.run(Model(x).scale, args=(ONES,)) for x in (2.0, 5.0)]
+  outs = [STRATEGY.run(Scale(x).apply, args=(ONES,)) for x in (2.0, 5.0)]
   assert [float(out[0][0]) for out in outs] == [2.0, 5.0]
 
 
-class Refused:
-  """Takes no weak reference."""
+def callable_with(*slots):
+  """Returns a class of callables, all of one size."""
 
-  __slots__ = ("a", "b", "factor")
+  class Callable:
+    __slots__ = ("factor", *slots)
 
-  def __call__(self, x):
-    return x
+    def __call__(self, x):
+      return self.factor * x
 
-
-class Scale:
-  """Has the size of `Refused`, whose address it gets."""
-
-  __slots__ = ("__weakref__", "a", "factor")
-
-  def __init__(self, factor):
-    self.factor = factor
-
-  def __call__(self, x):
-    return self.factor * x
+  return Callable
 
 
 def test_what_is_compiled_for_a_dead_callable_serves_no_other():
-  refused = [Refused() for _ in range(20)]
+  # New callables get the addresses of dead ones, which were refused or called.
+  refused = [callable_with("a")() for _ in range(20)]
   for fn in refused:
     with pytest.raises(TypeError, match="weak reference"):
       STRATEGY.run(fn, args=(ONES,))
   del fn, refused
+  weakly_referred = callable_with("__weakref__")
   for first in (1.0, 100.0):
-    fns = [Scale(first + i) for i in range(20)]
-    for fn in fns:
-      assert float(STRATEGY.run(fn, args=(ONES,)).value[0, 0]) == fn.factor
+    fns = [weakly_referred() for _ in range(20)]
+    for i, fn in enumerate(fns):
+      fn.factor = first + i
+      assert float(STRATEGY.run(fn, args=(ONES,)).value[0, 0]) == first + i
     del fn, fns
 
 
 # -- Arguments: their shardings, donation, lowering.
 
 
-def counting_step():
-  """Returns a train step that counts how often it is traced."""
-
-  def step(state, batch):
-    step.traces += 1
-    return state.minimize(loss_fn, batch)
-
-  step.traces = 0
-  return step
-
-
 @pytest.mark.parametrize(
   ("strategy", "spec", "donate"),
   [
-    (EIGHT, None, 0),
+    (EIGHT, None, 0),  # a state on one device
     (EIGHT, P(None, "replica"), ()),
     (SPLIT, P(("replica", "model")), 0),
     (ONE, P("replica"), 0),
   ],
 )
 def test_steps_compile_once(strategy, spec, donate):
-  state = create()  # on one device
+  traces = []
+
+  @functools.partial(strategy.jit, donate_argnums=donate)
+  def step(state, batch):
+    traces.append(state)
+    return state.minimize(loss_fn, batch)
+
+  state = create()
   if spec is not None:
     state = split(create(strategy), strategy.mesh, spec)
-  step = counting_step()
-  run = strategy.jit(step, donate_argnums=donate)
   with warnings.catch_warnings():
     warnings.simplefilter("error")  # such as that donated buffers are not used
-    state, _ = run(state, sharded(strategy, 0))
+    state, _ = step(state, sharded(strategy, 0))
     with compilations.count() as compiled:
       for i in (1, 2):
         before = state
-        state, _ = run(state, sharded(strategy, i))
+        state, _ = step(state, sharded(strategy, i))
         assert before.params["w1"].is_deleted() == (donate == 0)
   assert compiled.total == 0
-  assert step.traces == 1 and int(state.step) == 3
+  assert len(traces) == 1 and int(state.step) == 3
 
 
 def test_donated_state_is_aliased():
