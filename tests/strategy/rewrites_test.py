@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tpu_programs
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard.replicas import context as replica_context
+from flaxshard.replicas.context import GRADIENTS
 from flaxshard.strategy import rewrites
 
 P = jax.sharding.PartitionSpec
@@ -36,9 +38,7 @@ def loss_of_loop(params, x, dtype=jnp.bfloat16):
   return jax.lax.scan(add, jnp.zeros((), dtype), params)[0]
 
 
-def mean_gradient(
-  loss_fn, mark=replica_context.GRADIENTS, change=lambda grad: grad
-):
+def mean_gradient(loss_fn, change=lambda grad: grad, mark=GRADIENTS):
   def fn(params, x):
     grad = change(jax.grad(loss_fn)(params, x))
     return jax.lax.pmean(checkpoint_name(grad, mark), "replica")
@@ -53,63 +53,54 @@ def step_in_loop(params, x):
   return jax.lax.scan(step, params, length=2)[0]
 
 
-def summed_dtypes(fn, rewrite=rewrites.sum_before_widening):
-  """Returns the dtypes that `fn` sums in, and its results on two replicas."""
-  traced = jax.make_jaxpr(fn, axis_env=[("replica", 2)])(PARAMS[0], X[0])
-  program = rewrite(traced)
-  sums = re.findall(r":(\w+)\[\d*\] = psum", str(program))
+def scaled(params, x):
+  return loss(params, x).astype(jnp.float32) * params.sum()
+
+
+def carried(grad):
+  round_number = lambda x, _: (x.astype(jnp.bfloat16).astype(x.dtype), None)
+  return jax.lax.scan(round_number, grad, length=2)[0]
+
+
+def sum_on_two_replicas(fn, rewrite=lambda program: program):
+  """Returns the dtype that `fn` sums in, and its results."""
+  program = jax.make_jaxpr(fn, axis_env=[("replica", 2)])(PARAMS[0], X[0])
+  program = rewrite(program)
+  (dtype,) = re.findall(r":(\w+)\[\d*\] = psum", str(program))
   run = jax.vmap(
     core.jaxpr_as_fun(program), axis_name="replica", in_axes=(None, 0)
   )
-  return sums, run(PARAMS[0], X)
+  return dtype, run(PARAMS[0], X)[0]
 
 
 @pytest.mark.parametrize(
-  "fn",
+  ("fn", "dtype"),
   [
-    mean_gradient(loss),
-    mean_gradient(jax.jit(loss)),
-    mean_gradient(jax.checkpoint(loss)),
-    mean_gradient(loss_of_loop),
-    jax.jit(mean_gradient(loss)),
-    step_in_loop,
-  ],
-  ids=["plain", "jit", "remat", "scan", "sum in jit", "sum in scan"],
-)
-def test_bfloat16_gradients_are_summed_in_bfloat16(fn):
-  before, wanted = summed_dtypes(fn, lambda program: program)
-  after, out = summed_dtypes(fn)
-  assert (before, after) == (["f32"], ["bf16"])
-  assert out[0].dtype == np.float32
-  np.testing.assert_array_equal(out[0], wanted[0])
-
-
-def test_other_sums_stay():
-  def scaled(params, x):
-    return loss(params, x).astype(jnp.float32) * params.sum()
-
-  def carry(grad):
-    # What a loop carries keeps its dtype.
-    round_number = lambda x, _: (x.astype(jnp.bfloat16).astype(x.dtype), None)
-    return jax.lax.scan(round_number, grad, length=2)[0]
-
-  for fn in (
-    mean_gradient(loss, mark="of the user"),
-    mean_gradient(loss, change=carry),
-    mean_gradient(
-      loss, change=lambda g: g.astype(jnp.bfloat16).astype(jnp.float16)
-    ),
+    (mean_gradient(loss), "bf16"),
+    (mean_gradient(jax.jit(loss)), "bf16"),
+    (mean_gradient(jax.checkpoint(loss)), "bf16"),
+    (mean_gradient(loss_of_loop), "bf16"),
+    (jax.jit(mean_gradient(loss)), "bf16"),
+    (step_in_loop, "bf16"),
+    # These stay as they are.
+    (mean_gradient(loss, mark="of the user"), "f32"),
+    (mean_gradient(lambda p, x: (x * p).sum()), "f32"),
     # Not a conversion: a sum of float32.
-    mean_gradient(scaled),
+    (mean_gradient(scaled), "f32"),
+    # What a loop carries keeps its dtype.
+    (mean_gradient(loss, carried), "f32"),
     # The user asks for float32.
-    mean_gradient(loss, change=jax.lax.optimization_barrier),
-    mean_gradient(lambda p, x: (x * p).sum()),
+    (mean_gradient(loss, jax.lax.optimization_barrier), "f32"),
     # float16 has fewer exponents: its sum may overflow.
-    mean_gradient(lambda p, x: loss_of_loop(p, x, jnp.float16)),
-  ):
-    before, _ = summed_dtypes(fn, lambda program: program)
-    after, _ = summed_dtypes(fn)
-    assert after == before != ["bf16"]
+    (mean_gradient(lambda p, x: loss_of_loop(p, x, jnp.float16)), "f32"),
+    (mean_gradient(loss, lambda g: g.astype("bfloat16").astype("f2")), "f16"),
+  ],
+)
+def test_bfloat16_gradients_are_summed_in_bfloat16(fn, dtype):
+  before, wanted = sum_on_two_replicas(fn)
+  after, out = sum_on_two_replicas(fn, rewrites.sum_before_widening)
+  assert before != "bf16" and after == dtype
+  assert_trees_equal(out, wanted)
 
 
 @pytest.mark.tpu
@@ -126,25 +117,16 @@ def test_run_on_tpu_sums_bfloat16_gradients_alone_in_bfloat16(dtype):
 # -- No open sharding constraints, in replicas of several logical devices.
 
 
-@jax.custom_vjp
-def double(x):
-  return 2 * x
-
-
-double.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
-
-
 def compute(x, key):
   """Computes with each kind of inner program that XLA runs as plain code."""
 
   def step(carry, row):
-    carry = jax.lax.cond(
-      row[0] > 0, lambda c: c + row, lambda c: c - row, carry
-    )
+    add, subtract = (lambda c: c + row), (lambda c: c - row)
+    carry = jax.lax.cond(row[0] > 0, add, subtract, carry)
     return carry, jnp.sum(carry)
 
   def loss(x):
-    last, sums = jax.lax.scan(step, jnp.zeros(x.shape[1:]), double(x))
+    last, sums = jax.lax.scan(step, jnp.zeros(4), x)
     return jnp.sum(last**2) + jnp.sum(jax.nn.relu(sums))
 
   grads = jax.grad(jax.checkpoint(loss))(x)
@@ -170,11 +152,7 @@ def test_programs_compute_the_same_on_split_replicas():
     spec = P("replica", *strategy.mesh.axis_names[1:])
     batch = strategy.shard_batch(x, spec=spec)
     results.append(strategy.run(compute, args=(batch, jax.random.key(0))))
-  (split, split_keys), (whole, whole_keys) = results
-  np.testing.assert_allclose(split[0], whole[0], rtol=1e-6)
-  np.testing.assert_array_equal(
-    *(jax.random.key_data(keys[1]) for keys in (split_keys, whole_keys))
-  )
+  assert_trees_close(*results, rtol=1e-6)
 
 
 def test_only_the_constraints_of_the_program_are_lowered():
