@@ -11,6 +11,7 @@ import flaxshard as fs
 DATA = pathlib.Path(__file__).parents[1] / "testdata"
 GOLDEN = json.loads((DATA / "device_assignment.json").read_text())
 ORIGIN = [0, 0, 0, 0]
+build = fs.DeviceAssignment.build
 
 
 def topology_in_blocks(mesh_shape, host_block):
@@ -18,16 +19,12 @@ def topology_in_blocks(mesh_shape, host_block):
 
   Blocks and chips are numbered with x fastest, the cores of a chip innermost.
   """
-
+  blocks = np.array(mesh_shape[:3]) // host_block
   # `np.indices` varies its last axis fastest.
-  blocks = [n // m for n, m in zip(mesh_shape, host_block, strict=False)]
   sizes = (*blocks[::-1], *host_block[::-1], mesh_shape[3])
-  block_z, block_y, block_x, z, y, x, core = np.indices(sizes)
-  x += block_x * host_block[0]
-  y += block_y * host_block[1]
-  z += block_z * host_block[2]
-  places = np.stack([x, y, z, core], -1)
-  return fs.Topology(mesh_shape, places.reshape(np.prod(blocks), -1, 4))
+  numbers = np.indices(sizes).reshape(7, blocks.prod(), -1)
+  chips = numbers[2::-1] * np.array(host_block)[:, None, None] + numbers[5:2:-1]
+  return fs.Topology(mesh_shape, np.stack([*chips, numbers[6]], -1))
 
 
 @pytest.mark.filterwarnings("ignore:.*odd side")
@@ -38,9 +35,9 @@ def test_assignment_agrees_with_tensorflow(case):
   arguments = {name: case[name] for name in names.split()}
   if "error" in case:
     with pytest.raises(ValueError, match=r"device_order_mode .* got 'ring'"):
-      fs.DeviceAssignment.build(topology, **arguments)
+      build(topology, **arguments)
     return
-  assignment = fs.DeviceAssignment.build(topology, **arguments)
+  assignment = build(topology, **arguments)
   assert assignment.core_assignment.tolist() == case["core_assignment"]
   assert assignment.core_assignment.dtype == np.int32
   last = assignment.num_cores_per_replica - 1
@@ -53,30 +50,14 @@ def test_assignment_agrees_with_tensorflow(case):
     assert assignment.tpu_device(replica, last) == case["tpu_device"][replica]
 
 
-# -- Layouts, by hand.
-
-
-def test_ring_has_the_order_in_the_documentation():
-  # The picture in `_ring_of_chips`: one replica on 4 x 2 x 2 chips.
-  ring = fs.DeviceAssignment.build(
-    fs.Topology((4, 2, 2, 1)), (4, 2, 2, 1), device_order_mode="ring"
-  )
-  order = np.empty((2, 2, 4), int)
-  x, y, z, _ = ring.core_assignment[0].T
-  order[z, y, x] = np.arange(16)
-  assert order.tolist() == [
-    [[0, 1, 2, 3], [7, 6, 5, 4]],
-    [[15, 14, 13, 12], [8, 9, 10, 11]],
-  ]
+# -- Rings.
 
 
 @pytest.mark.parametrize("sides", [(4, 1, 6), (4, 6, 8)])
 def test_rings_are_closed_and_visit_every_chip(sides):
   mesh = (*sides, 2)
   for shape, num_replicas in ((mesh, 1), ((1, 1, 1, 2), np.prod(sides))):
-    assignment = fs.DeviceAssignment.build(
-      fs.Topology(mesh), shape, num_replicas=num_replicas
-    )
+    assignment = build(fs.Topology(mesh), shape, num_replicas=num_replicas)
     cores = assignment.core_assignment.reshape(-1, 2, 4)
     assert cores[:, :, 3].tolist() == [[0, 1]] * len(cores)
     chips = cores[:, 0, :3]
@@ -86,7 +67,6 @@ def test_rings_are_closed_and_visit_every_chip(sides):
 
 
 def test_odd_side_has_no_ring_and_warns():
-  build = fs.DeviceAssignment.build
   topology, shape = fs.Topology((4, 3, 1, 1)), (4, 3, 1, 1)
   with pytest.warns(UserWarning, match=r"odd side .*\(4, 3, 1\) chips"):
     asked = build(topology, shape, device_order_mode="ring")
@@ -94,9 +74,8 @@ def test_odd_side_has_no_ring_and_warns():
   auto = build(topology, shape).core_assignment
   np.testing.assert_array_equal(asked.core_assignment, auto)
   # A line is a ring that the torus closes.
-  line = build(
-    fs.Topology((1, 3, 1, 1)), (1, 3, 1, 1), device_order_mode="ring"
-  )
+  shape = (1, 3, 1, 1)
+  line = build(fs.Topology(shape), shape, device_order_mode="ring")
   assert line.core_assignment[0, :, 1].tolist() == [0, 1, 2]
 
 
@@ -105,7 +84,7 @@ def test_odd_side_has_no_ring_and_warns():
 
 def test_lookups():
   topology = topology_in_blocks((4, 2, 1, 2), (2, 2, 1))
-  assignment = fs.DeviceAssignment.build(topology, (1, 2, 1, 1), num_replicas=6)
+  assignment = build(topology, (1, 2, 1, 1), num_replicas=6)
   assert assignment.topology is topology
   assert (assignment.num_replicas, assignment.num_cores_per_replica) == (6, 2)
   assert assignment.coordinates(5, 1) == (2, 1, 0, 1)
@@ -117,6 +96,37 @@ def test_lookups():
   assert assignment.host_device(job="w") == "/job:w/task:0/device:CPU:0"
   assert assignment.lookup_replicas(0, 1) == [0, 1, 2, 3]
   assert assignment.lookup_replicas(1, 0) == [4, 5]
+
+
+# -- On several slices, which a slower network connects.
+
+
+def test_slices_are_filled_one_after_another():
+  topology = fs.Topology((2, 2, 3, 1), num_slices=3)
+  full = build(topology, (2, 1, 1, 1), num_replicas=6)
+  assert full.core_assignment[:, 0, 2].tolist() == [0, 0, 1, 1, 2, 2]
+  four = build(topology, (2, 1, 1, 1), num_replicas=4)
+  np.testing.assert_array_equal(four.core_assignment, full.core_assignment[:4])
+  # All are in the first slice; TensorFlow's grid would extend along z.
+  ring = build(topology, num_replicas=4, device_order_mode="ring")
+  xy = [[0, 0], [1, 0], [1, 1], [0, 1]]
+  assert ring.core_assignment[:, 0].tolist() == [[*at, 0, 0] for at in xy]
+  # All replicas have one order, which is a ring only if all slices have rings.
+  part = build(topology, num_replicas=6).core_assignment[:, 0]
+  assert part[2:4].tolist() == [[0, 1, 0, 0], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replica_is_within_one_slice(seed):
+  rng = np.random.default_rng(seed)
+  x, y, depth, cores = rng.integers(1, 4, 4)
+  shape = [rng.integers(1, n + 1) for n in (x, y, depth, cores)]
+  room = 3 * np.prod([x, y, depth, cores] // np.array(shape))
+  topology = fs.Topology((x, y, 3 * depth, cores), num_slices=3)
+  assignment = build(topology, shape, num_replicas=room)
+  slices = assignment.core_assignment[..., 2] // depth
+  assert (slices == slices[:, :1]).all()
+  assert (np.diff(slices[:, 0]) >= 0).all()
 
 
 # -- Mistakes.
@@ -131,7 +141,11 @@ ACROSS = fs.DeviceAssignment(
 
 def full(num_replicas=1, **arguments):
   topology = fs.Topology((4, 4, 1, 2))
-  fs.DeviceAssignment.build(topology, num_replicas=num_replicas, **arguments)
+  build(topology, num_replicas=num_replicas, **arguments)
+
+
+def on_slices(*args, **arguments):
+  build(fs.Topology((2, 2, 3, 1), num_slices=3), *args, **arguments)
 
 
 def assign(*cores):
@@ -149,62 +163,26 @@ def assign(*cores):
     (lambda: assign(ORIGIN), r"core_assignment .*\[1, 4\]"),
     (lambda: assign([[0.0] * 4]), "core_assignment .*integers"),
     (lambda: assign([ORIGIN], [[0, 2, 0, 0]]), r"\[1, 0\] .*0, 2, 0"),
+    (lambda: assign([ORIGIN], [[0, -1, 0, 0]]), r"\[1, 0\] .*0, -1, 0"),
     (lambda: assign([[1, 1, 0, 0]]), r"a device, got \[1, 1, 0, 0\]"),
     (lambda: assign([ORIGIN], [ORIGIN]), r"\[0, 0\] .*another core"),
     (lambda: full(33), "num_replicas .* 32, .*got 33"),
+    (lambda: full(-1), "num_replicas .*got -1"),
     (lambda: full(5, computation_shape=(2, 2, 1, 2)), "at most 4"),
     (lambda: full(computation_shape=(5, 1, 1, 1)), r"\(5, 1, 1, 1\)"),
     (lambda: full(computation_shape=(0, 1, 1, 1)), r"shape\[0\]"),
     (lambda: full(computation_stride=(5, 1, 1, 1)), r"stride \(5, 1, 1, 1\)"),
     (lambda: full(device_order_mode="snake"), "'ring'.*'snake'"),
+    (
+      lambda: on_slices(num_replicas=5, device_order_mode="ring"),
+      r"full of replicas \(4\)",
+    ),
+    (
+      lambda: on_slices((2, 1, 1, 1), num_replicas=7),
+      "num_replicas must be at most 6",
+    ),
   ],
 )
 def test_mistakes(call, facts):
   with pytest.raises(ValueError, match=facts):
     call()
-
-
-# -- On several slices, which a slower network connects.
-
-
-def test_slices_are_filled_one_after_another():
-  topology = fs.Topology((2, 2, 3, 1), num_slices=3)
-  build = fs.DeviceAssignment.build
-  full = build(topology, (2, 1, 1, 1), num_replicas=6)
-  assert full.core_assignment[:, 0, 2].tolist() == [0, 0, 1, 1, 2, 2]
-  np.testing.assert_array_equal(
-    full.core_assignment[:4],
-    build(topology, (2, 1, 1, 1), num_replicas=4).core_assignment,
-  )
-  # All are in the first slice; TensorFlow's grid would extend along z.
-  some = build(topology, num_replicas=4, device_order_mode="ring")
-  assert some.core_assignment[:, 0].tolist() == [
-    [0, 0, 0, 0],
-    [1, 0, 0, 0],
-    [1, 1, 0, 0],
-    [0, 1, 0, 0],
-  ]
-  with pytest.raises(ValueError, match=r"full of replicas \(4\)"):
-    build(topology, num_replicas=5, device_order_mode="ring")
-  # All replicas have one order, which is a ring only if all slices have rings.
-  part = build(topology, num_replicas=6).core_assignment[:, 0]
-  assert part[2:4].tolist() == [[0, 1, 0, 0], [1, 1, 0, 0]]
-  with pytest.raises(ValueError, match="num_replicas must be at most 6"):
-    build(topology, (2, 1, 1, 1), num_replicas=7)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_replica_is_within_one_slice(seed):
-  rng = np.random.default_rng(seed)
-  mesh = [*rng.integers(1, 4, 2), rng.integers(1, 4), rng.integers(1, 3)]
-  shape = [rng.integers(1, n + 1) for n in mesh]
-  depth, num_slices = int(mesh[2]), 3
-  mesh[2] *= num_slices
-  room = np.prod([n // m for n, m in zip(mesh, shape, strict=True)])
-  room = room // (mesh[2] // shape[2]) * (depth // shape[2]) * num_slices
-  assignment = fs.DeviceAssignment.build(
-    fs.Topology(mesh, num_slices=num_slices), shape, num_replicas=room
-  )
-  slices = assignment.core_assignment[..., 2] // depth
-  np.testing.assert_array_equal(slices, slices[:, :1].repeat(np.prod(shape), 1))
-  np.testing.assert_array_equal(slices[:, 0], np.sort(slices[:, 0]))

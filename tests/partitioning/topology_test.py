@@ -32,10 +32,8 @@ def device_at(topology, at):
 
 def test_lookups_at_coordinates():
   topology = fs.Topology((2, 2, 1, 2), TWO_HOSTS)
-  assert topology.mesh_shape == (2, 2, 1, 2)
-  assert topology.mesh_rank == 4
-  assert topology.num_tasks == 2
-  assert topology.num_tpus_per_task == 4
+  assert (topology.mesh_shape, topology.mesh_rank) == ((2, 2, 1, 2), 4)
+  assert (topology.num_tasks, topology.num_tpus_per_task) == (2, 4)
   assert topology.missing_devices.shape == (0, 4)
   np.testing.assert_array_equal(topology.device_coordinates, TWO_HOSTS)
   assert topology.device_coordinates.dtype == np.int32
@@ -46,8 +44,6 @@ def test_lookups_at_coordinates():
   cpu_name = topology.cpu_device_name_at_coordinates
   tpu_name = topology.tpu_device_name_at_coordinates
   assert cpu_name((1, 1, 0, 0)) == "/task:1/device:CPU:0"
-  assert cpu_name((1, 1, 0, 0), job="w") == "/job:w/task:1/device:CPU:0"
-  assert tpu_name(np.array([1, 1, 0, 0])) == "/task:1/device:TPU:2"
   assert tpu_name([1, 1, 0, 0], "w") == "/job:w/task:1/device:TPU:2"
 
 
@@ -71,8 +67,6 @@ def test_coordinates_of_tpus_are_shifted_to_start_at_zeros():
     assert device_at(topology, at) is device
   same = fs.Topology.from_devices(iter(devices[::-1]), mesh_shape=[2, 2, 1, 2])
   assert same.devices.tolist() == topology.devices.tolist()
-  with pytest.raises(ValueError, match=r"mesh_shape .*\(2, 2, 1, 2\), got"):
-    fs.Topology.from_devices(devices, mesh_shape=(4, 1, 1, 2))
 
 
 def test_missing_tpus_leave_places_without_devices():
@@ -80,8 +74,6 @@ def test_missing_tpus_leave_places_without_devices():
   topology = fs.Topology.from_devices(devices[:2] + devices[4:])
   assert topology.mesh_shape == (2, 3, 1, 1)
   assert topology.missing_devices.tolist() == [[0, 1, 0, 0], [1, 1, 0, 0]]
-  with pytest.raises(ValueError, match=r"got \[1, 1, 0, 0\]"):
-    topology.task_ordinal_at_coordinates([1, 1, 0, 0])
   # Tasks are numbered without gaps.
   assert topology.task_ordinal_at_coordinates((0, 2, 0, 0)) == 1
 
@@ -102,33 +94,6 @@ def test_slices_are_stacked_along_z():
     at = (x, 0, z + 2 * (device.slice_index - 6), 0)
     assert device_at(topology, at) is device
     assert topology.task_ordinal_at_coordinates(at) == device.process_index
-  with pytest.raises(ValueError, match="slices of equal shape"):
-    fs.Topology.from_devices(devices[3:])
-
-
-MESH, ZEROS = (1, 1, 2, 1), [0, 0, 0, 0]
-read = fs.Topology.from_devices
-UNEVEN = [tpu((x, 0, 0), process=x // 2) for x in range(3)]
-
-
-@pytest.mark.parametrize(
-  ("call", "facts"),
-  [
-    (lambda: fs.Topology((2, 2, 1.0, 1)), r"mesh_shape\[2\] .*1\.0"),
-    (lambda: fs.Topology(MESH, [[ZEROS, [0, 0, 2, 0]]]), r"\[0, 1\] .*0, 2, 0"),
-    (lambda: fs.Topology(MESH, [[ZEROS], [ZEROS]]), r"\[0, 0\] .*another core"),
-    (lambda: fs.Topology(MESH, None, ["a"]), r"devices .*\[1, 2\].*got \[1\]"),
-    (lambda: fs.Topology(MESH, None, ["a"] * 2), r"devices .*\[1, 2\].*\[2\]"),
-    (lambda: fs.Topology((2, 1, 4, 1), num_slices=3), "num_slices=3, .*got 4"),
-    (lambda: read([]), r"devices .*at least one, got \[\]"),
-    (lambda: read(UNEVEN), r"processes, .*\[2, 1\]"),
-    (lambda: read(None, (2, 2, 1, 1)), "devices, 8, .*2, 2"),
-    (lambda: read(None, (8.0, 1, 1, 1)), r"mesh_shape\[0\].*8\.0"),
-  ],
-)
-def test_mistakes(call, facts):
-  with pytest.raises(ValueError, match=facts):
-    call()
 
 
 def test_gpus_are_ordered_by_process():
@@ -154,3 +119,30 @@ def test_cpu_devices_take_a_given_mesh_shape():
   assert device_at(topology, (0, 1, 0, 0)) is devices[4]
   reversed_ = fs.Topology.from_devices(devices[::-1], mesh_shape=(1, 8, 1, 1))
   assert device_at(reversed_, (0, 0, 0, 0)) is devices[7]
+
+
+MESH, ZEROS = (1, 1, 2, 1), [0, 0, 0, 0]
+read = fs.Topology.from_devices
+UNEVEN = [tpu((x, 0, 0), process=x // 2) for x in range(3)]
+LINE = [tpu((x, 0, 0), slice_index=x // 2) for x in range(4)]
+
+
+@pytest.mark.parametrize(
+  ("call", "facts"),
+  [
+    (lambda: fs.Topology((2, 2, 1.0, 1)), r"mesh_shape\[2\] .*1\.0"),
+    (lambda: fs.Topology(MESH, [[ZEROS, [0, 0, 2, 0]]]), r"\[0, 1\] .*0, 2, 0"),
+    (lambda: fs.Topology(MESH, [[ZEROS], [ZEROS]]), r"\[0, 0\] .*another core"),
+    (lambda: fs.Topology(MESH, None, ["a"] * 2), r"devices .*\[1, 2\].*\[2\]"),
+    (lambda: fs.Topology((2, 1, 4, 1), num_slices=3), "num_slices=3, .*got 4"),
+    (lambda: read(LINE[1:]), "slices of equal shape"),
+    (lambda: read(LINE[:2], (1, 2, 1, 1)), r"shape .*\(2, 1, 1, 1\), got"),
+    (lambda: read([]), r"devices .*at least one, got \[\]"),
+    (lambda: read(UNEVEN), r"processes, .*\[2, 1\]"),
+    (lambda: read(None, (2, 2, 1, 1)), "devices, 8, .*2, 2"),
+    (lambda: read(None, (8.0, 1, 1, 1)), r"mesh_shape\[0\].*8\.0"),
+  ],
+)
+def test_mistakes(call, facts):
+  with pytest.raises(ValueError, match=facts):
+    call()
