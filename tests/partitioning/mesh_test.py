@@ -13,23 +13,7 @@ from flaxshard.partitioning import mesh as mesh_lib
 AUTO = jax.sharding.AxisType.Auto
 EXPLICIT = jax.sharding.AxisType.Explicit
 MESH_SHAPE = (2, 2, 1, 2)  # four chips of two cores, as on a TPU v3-8
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-  """A stand-in with all attributes that `order_devices` reads."""
-
-  id: int
-  process_index: int = 0
-  slice_index: int | None = 0
-  platform: str = "cpu"
-  device_kind: str = "stand-in"
-  coords: tuple[int, ...] = (0, 0, 0)
-  core_on_chip: int = 0
-
-
-def ids(grid):
-  return [[d.id for d in row] for row in grid]
+DEVICES = jax.devices()
 
 
 def by_hand(num_tasks=1):
@@ -40,15 +24,17 @@ def by_hand(num_tasks=1):
   return fs.DeviceAssignment(topology, cores)
 
 
-def of_shape(**mesh_shape):
-  return {"mesh_shape": mesh_shape}
+def make(device_assignment=None, devices=None, axis_type=AUTO, **mesh_shape):
+  """Makes a strategy, with axes by name."""
+  return fs.Strategy(
+    device_assignment,
+    devices=devices,
+    mesh_shape=mesh_shape or None,
+    axis_type=axis_type,
+  )
 
 
-def named(device_assignment):
-  return {"device_assignment": device_assignment}
-
-
-HAND = named(by_hand())
+HAND = by_hand()
 
 
 @pytest.mark.parametrize(
@@ -60,11 +46,9 @@ HAND = named(by_hand())
   ],
 )
 def test_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
+  topology = fs.Topology.from_devices(mesh_shape=MESH_SHAPE)
   assignment = fs.DeviceAssignment.build(
-    fs.Topology.from_devices(mesh_shape=MESH_SHAPE),
-    shape,
-    num_replicas=replicas,
-    device_order_mode=mode,
+    topology, shape, num_replicas=replicas, device_order_mode=mode
   )
   s = fs.Strategy(assignment)
   assert s.device_assignment is assignment
@@ -75,119 +59,129 @@ def test_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
   assert (s.num_hosts, s.num_replicas_per_host) == (1, replicas)
   laid = s.mesh.devices.reshape(replicas, -1)
   for (replica, core), device in np.ndenumerate(laid):
-    assert device is jax.devices()[assignment.tpu_ordinal(replica, core)]
+    assert device is DEVICES[assignment.tpu_ordinal(replica, core)]
 
 
 @pytest.mark.parametrize(
-  ("options", "shape", "order"),
+  ("strategy", "shape", "order"),
   [
-    (HAND, {"m0": 2}, [1, 6, 3, 4]),
-    ({**HAND, "devices": jax.devices()[::-1]}, {"m0": 2}, [6, 1, 4, 3]),
-    ({**HAND, **of_shape(model=-1, replica=2)}, {"model": 2}, [1, 6, 3, 4]),
-    ({"devices": [jax.devices()[i] for i in (5, 0, 3)]}, {}, [5, 0, 3]),
+    (make(HAND), {"m0": 2}, [1, 6, 3, 4]),
+    (make(HAND, DEVICES[::-1]), {"m0": 2}, [6, 1, 4, 3]),
+    (make(HAND, model=-1, replica=2), {"model": 2}, [1, 6, 3, 4]),
+    (make(None, [DEVICES[i] for i in (5, 0, 3)]), {}, [5, 0, 3]),
     (
-      {
-        "devices": jax.devices()[6:0:-1],
-        **of_shape(m=np.int64(3), n=-1, replica=1),
-      },
+      make(None, DEVICES[6:0:-1], EXPLICIT, m=np.int64(3), n=-1, replica=1),
       {"m": 3, "n": 2},
       [6, 5, 4, 3, 2, 1],
     ),
-    (of_shape(one=1, replica=-1), {"one": 1}, list(range(8))),
+    (make(one=1, replica=-1), {"one": 1}, [*range(8)]),
   ],
 )
-def test_devices_keep_their_order(options, shape, order):
-  s = fs.Strategy(**options, axis_type=EXPLICIT)
-  assert [d.id for d in s.mesh.devices.flat] == order
-  names, sizes = list(s.mesh.shape), list(s.mesh.shape.values())
-  assert (names[0], dict(zip(names[1:], sizes[1:], strict=True))) == (
-    "replica",
-    shape,
-  )
-  assert set(s.mesh.axis_types) == {EXPLICIT}
+def test_devices_keep_their_order(strategy, shape, order):
+  assert [d.id for d in strategy.mesh.devices.flat] == order
+  replicas = strategy.num_replicas_in_sync
+  assert dict(strategy.mesh.shape) == {"replica": replicas, **shape}
+  assert strategy.mesh.axis_names[0] == "replica"
+  assert len(set(strategy.mesh.axis_types)) == 1
+  assert (EXPLICIT in strategy.mesh.axis_types) == ("n" in shape)
 
 
 def test_mesh_shape_without_replicas_warns():
   with pytest.warns(UserWarning, match="no axis 'replica'.*one replica"):
-    s = fs.Strategy(mesh_shape={"m": 4, "n": -1})
+    s = make(m=4, n=-1)
   assert repr(s) == "Strategy(replica=1, m=4, n=2)"
 
 
 @pytest.mark.parametrize(
-  ("options", "error", "facts"),
+  ("call", "error", "facts"),
   [
-    ({"devices": []}, ValueError, "devices .*at least one"),
-    ({"device_assignment": [0]}, TypeError, "device_assignment .*devices="),
-    ({"mesh_shape": [8]}, TypeError, r"mesh_shape=\[8\] .*dict of axis sizes"),
-    (of_shape(replica=3), ValueError, "{'replica': 3} of 8 devices"),
-    (of_shape(replica=0), ValueError, "{'replica': 0} of 8 devices"),
-    (of_shape(replica=-1, m=-1), ValueError, "'m': -1"),
-    (of_shape(replica=-2), ValueError, r"\['replica'\] .*least -1, got -2"),
-    (of_shape(data=8), ValueError, "no axis 'replica'.* 8 devices"),
-    (of_shape(fsdp=-1, model=2), ValueError, "no axis 'replica'"),
-    ({**HAND, "devices": jax.devices()[:4]}, ValueError, "6 of .*4 dev.* 1 "),
-    ({**HAND, **of_shape(replica=4)}, ValueError, "'replica': 4.* has 2"),
+    (lambda: make(None, []), ValueError, "devices .*at least one"),
+    (lambda: make([0]), TypeError, "device_assignment .*devices="),
+    (
+      lambda: fs.Strategy(mesh_shape=[8]),
+      TypeError,
+      r"mesh_shape=\[8\] .*dict of axis sizes",
+    ),
+    (lambda: make(replica=3), ValueError, "{'replica': 3} of 8 devices"),
+    (lambda: make(replica=0), ValueError, "{'replica': 0} of 8 devices"),
+    (lambda: make(replica=-1, m=-1), ValueError, "'m': -1"),
+    (lambda: make(replica=-2), ValueError, r"\['replica'\] .*-1, got -2"),
+    (lambda: make(data=8), ValueError, "no axis 'replica'.* 8 devices"),
+    (lambda: make(HAND, DEVICES[:4]), ValueError, "6 of .*4 dev.* 1 "),
+    (lambda: make(HAND, replica=4), ValueError, "'replica': 4.* has 2"),
     # Topologies, for compiling alone.
-    (named("v5e-8"), ValueError, "'v5e-8'.*'v5e:2x4'"),
-    (named("v6e:1x2"), ValueError, r"no libtpu .*flaxshard\[tpu\]"),
-    (named(fs.Topology(MESH_SHAPE)), ValueError, "Topology.named"),
+    (lambda: make("v5e-8"), ValueError, "'v5e-8'.*'v5e:2x4'"),
+    (lambda: make("v6e:1x2"), ValueError, r"no libtpu .*flaxshard\[tpu\]"),
+    (lambda: make(fs.Topology(MESH_SHAPE)), ValueError, "Topology.named"),
+    # Devices that are not here.
+    (
+      lambda: mesh_lib.order_devices(stand_ins(slice_size=4), 8),
+      ValueError,
+      r"has 8 logical devices .*\[4, 4\].*device_assignment",
+    ),
   ],
 )
-def test_mistakes(monkeypatch, options, error, facts):
+def test_mistakes(monkeypatch, call, error, facts):
   def get_topology_desc(*_, **__):
     raise RuntimeError("no libtpu")
 
   monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
   with pytest.raises(error, match=facts):
-    fs.Strategy(**options)
-
-
-def test_abstract_batch_on_devices():
-  strategy = fs.Strategy()
-  batch = strategy.shard_batch({"x": jax.ShapeDtypeStruct((16, 2), np.float32)})
-  spec = jax.sharding.PartitionSpec("replica")
-  assert batch["x"].sharding == jax.NamedSharding(strategy.mesh, spec)
-  assert strategy.jit(lambda b: b["x"].sum()).lower(batch).as_text()
+    call()
 
 
 # -- The order of devices that are not here.
 
 
-def test_replica_on_several_slices_raises():
-  devices = [Device(i, slice_index=i // 4) for i in range(8)]
-  with pytest.raises(ValueError, match=r"\[4, 4\].*device_assignment") as e:
-    mesh_lib.order_devices(devices, 8)
-  assert "8 logical devices" in str(e.value)
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """A stand-in with all attributes that `order_devices` reads."""
+
+  id: int
+  process_index: int = 0
+  slice_index: int = 0
+  platform: str = "cpu"
+  device_kind: str = "TPU v4"
+  coords: tuple[int, ...] = (0, 0, 0)
+  core_on_chip: int = 0
+
+
+def stand_ins(slice_size=8, num_processes=1):
+  return [
+    Device(i, i % num_processes, slice_index=i // slice_size) for i in range(8)
+  ]
 
 
 def test_tpu_replica_is_a_box_in_one_slice():
-  logical = 4
   devices = [
     Device(
       id=i,
       slice_index=i // 8,
       platform="tpu",
-      device_kind="TPU v4",
       coords=(i % 2, i // 2 % 4, 0),
     )
     for i in np.random.default_rng(0).permutation(16)
   ]
-  grid = mesh_lib.order_devices(devices, logical)
-  assert grid.shape == (16 // logical, logical)
+  grid = mesh_lib.order_devices(devices, 4)
+  assert grid.shape == (4, 4)
   assert sorted(d.id for d in grid.flat) == list(range(16))
   slices = [[d.slice_index for d in row] for row in grid]
-  assert slices == sorted(slices) and all(len(set(s)) == 1 for s in slices)
+  assert slices == [[0] * 4, [0] * 4, [1] * 4, [1] * 4]
   for row in grid:
     xy = np.array([d.coords[:2] for d in row])
-    assert np.prod(np.ptp(xy, axis=0) + 1) == logical
+    assert np.prod(np.ptp(xy, axis=0) + 1) == 4
 
 
-def test_task_has_the_devices_of_its_process():
-  # In one process, devices are given to the tasks in order.
-  devices = [Device(10 + i) for i in range(8)]
-  for num_tasks in (1, 4):
-    grid = mesh_lib.assigned_devices(by_hand(num_tasks), devices)
-    assert ids(grid) == [[11, 16], [13, 14]]
-  devices = [Device(i, process_index=i % 2) for i in range(8)]
-  grid = mesh_lib.assigned_devices(by_hand(num_tasks=2), devices)
-  assert ids(grid) == [[2, 5], [6, 1]]
+@pytest.mark.parametrize(
+  ("num_tasks", "num_processes", "wanted"),
+  [
+    # In one process, devices are given to the tasks in order.
+    (1, 1, [[1, 6], [3, 4]]),
+    (4, 1, [[1, 6], [3, 4]]),
+    (2, 2, [[2, 5], [6, 1]]),
+  ],
+)
+def test_task_has_the_devices_of_its_process(num_tasks, num_processes, wanted):
+  devices = stand_ins(num_processes=num_processes)
+  grid = mesh_lib.assigned_devices(by_hand(num_tasks), devices)
+  assert [[d.id for d in row] for row in grid] == wanted

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard.replicas import values
 
 P = jax.sharding.PartitionSpec
 NamedSharding = jax.sharding.NamedSharding
@@ -48,28 +46,6 @@ def test_per_replica_is_a_sequence_and_a_pytree():
   doubled = jax.tree.map(lambda x: 2 * x, losses)
   assert isinstance(doubled, fs.PerReplica)
   assert np.asarray(doubled).tolist() == [2.0, 6.0]
-
-
-def test_mean_over_replicas_and_broadcast_to_replicas():
-  keys = jax.random.split(jax.random.key(0), 8)
-  numbers = EIGHT.distribute_values_from_function(
-    lambda context: np.full((2, 3), context.replica_id_in_sync_group, "f4")
-  )
-  tree = {
-    "mean": numbers,
-    "count": fs.PerReplica(jnp.arange(8)),
-    "key": fs.PerReplica(keys),
-    "shared": jnp.ones(3),
-  }
-  merged = values.mean_over_replicas(tree)
-  wanted = {"mean": jnp.full((2, 3), 3.5), "count": jnp.int32(0)}
-  assert_trees_equal(merged, {**wanted, "key": keys[0], "shared": jnp.ones(3)})
-  spread = values.broadcast_to_replicas(merged, tree)
-  assert jax.tree.structure(spread) == jax.tree.structure(tree)
-  for i in (0, 7):
-    row = {name: spread[name][i] for name in ("mean", "count", "key")}
-    assert_trees_equal({**row, "shared": tree["shared"]}, merged)
-  assert spread["mean"].value.sharding == numbers.value.sharding
 
 
 # -- distribute_values_from_function.
@@ -169,6 +145,10 @@ LARGE = fs.PerReplica({"n": np.full((8, 1), -(2**40))})
 SLICES = fs.IndexedSlices(jnp.zeros(3, int), jnp.ones((3, 2)), (9, 2))
 
 
+def run(fn):
+  EIGHT.run(lambda: fn(fs.get_replica_context()))
+
+
 def make(value_fn):
   """Makes values of the number of each replica."""
   return EIGHT.distribute_values_from_function(
@@ -186,6 +166,8 @@ def make(value_fn):
     (lambda: EIGHT.reduce("mean", LARGE), r"-1099511627776.* not fit int32"),
     (lambda: EIGHT.gather({"a": 1.0}, 0), r"value\[a\] must be"),
     (lambda: SPLIT.local_results({"a": VALUE}), r"value\[a\].* 2 rows"),
+    (lambda: run(lambda c: c.all_reduce("average", 1)), "'sum', 'mean'"),
+    (lambda: run(lambda c: c.all_gather(jnp.ones(2), 1)), "axis 1"),
     (lambda: make(lambda i: {"a": np.ones(i)}), r"1 .* 0 at a: shape \(1,\)"),
     (lambda: make(lambda i: np.zeros(1, "if"[i % 2])), "1 .* 0 at .*float32"),
     (lambda: make(lambda i: {str(i): 1}), "at 0: missing"),

@@ -174,6 +174,7 @@ def test_one_leaf_of_a_collection_may_be_per_replica(tmp_path):
     restored = checkpointer.restore(state)
   found = restored.batch_stats["BatchNorm_0"]
   close(np.asarray(found["mean"]), [means.mean(0)] * 8)
+  assert found["mean"].value.sharding == each_its_own(0.0).value.sharding
   args = restored, sharded(EIGHT, 2)
   with compilations.count() as compiled:
     EIGHT.run(batch_norm_step, args=args)
@@ -191,6 +192,8 @@ def test_per_replica_keys():
 
   new, drawn = EIGHT.run(step, args=(state,))
   assert jax.tree.structure(new) == jax.tree.structure(state)
+  # Without replicas, the first key counts.
+  assert state.without_wrappers().rngs["dropout"] == keys[0]
   for i in (0, 5):
     key, mine = jax.random.split(keys[i])
     assert new.rngs[i]["dropout"] == key
