@@ -34,32 +34,12 @@ def make(device_assignment=None, devices=None, axis_type=AUTO, **mesh_shape):
   )
 
 
-HAND = by_hand()
-
-
-@pytest.mark.parametrize(
-  "shape, replicas, axes, mode",
-  [
-    ((1, 1, 1, 2), 3, {"m0": 2}, "auto"),
-    ((1, 2, 1, 2), 2, {"m0": 2, "m1": 2}, "mesh"),
-    ((2, 2, 1, 2), 1, {"m0": 2, "m1": 2, "m2": 2}, "ring"),
-  ],
-)
-def test_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
+def build(shape, num_replicas):
   topology = fs.Topology.from_devices(mesh_shape=MESH_SHAPE)
-  assignment = fs.DeviceAssignment.build(
-    topology, shape, num_replicas=replicas, device_order_mode=mode
-  )
-  s = fs.Strategy(assignment)
-  assert s.device_assignment is assignment
-  assert list(s.mesh.shape.items()) == [("replica", replicas), *axes.items()]
-  assert set(s.mesh.axis_types) == {AUTO}
-  assert s.num_replicas_in_sync == replicas
-  assert s.num_logical_devices == assignment.num_cores_per_replica
-  assert (s.num_hosts, s.num_replicas_per_host) == (1, replicas)
-  laid = s.mesh.devices.reshape(replicas, -1)
-  for (replica, core), device in np.ndenumerate(laid):
-    assert device is DEVICES[assignment.tpu_ordinal(replica, core)]
+  return fs.DeviceAssignment.build(topology, shape, num_replicas=num_replicas)
+
+
+HAND = by_hand()
 
 
 @pytest.mark.parametrize(
@@ -68,6 +48,12 @@ def test_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
     (make(HAND), {"m0": 2}, [1, 6, 3, 4]),
     (make(HAND, DEVICES[::-1]), {"m0": 2}, [6, 1, 4, 3]),
     (make(HAND, model=-1, replica=2), {"model": 2}, [1, 6, 3, 4]),
+    (make(build((1, 1, 1, 2), 3)), {"m0": 2}, [0, 1, 2, 3, 4, 5]),
+    (
+      make(build((2, 2, 1, 2), 1)),
+      {"m0": 2, "m1": 2, "m2": 2},
+      [0, 1, 2, 3, 6, 7, 4, 5],
+    ),
     (make(None, [DEVICES[i] for i in (5, 0, 3)]), {}, [5, 0, 3]),
     (
       make(None, DEVICES[6:0:-1], EXPLICIT, m=np.int64(3), n=-1, replica=1),
@@ -79,11 +65,15 @@ def test_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
 )
 def test_devices_keep_their_order(strategy, shape, order):
   assert [d.id for d in strategy.mesh.devices.flat] == order
-  replicas = strategy.num_replicas_in_sync
-  assert dict(strategy.mesh.shape) == {"replica": replicas, **shape}
-  assert strategy.mesh.axis_names[0] == "replica"
-  assert len(set(strategy.mesh.axis_types)) == 1
-  assert (EXPLICIT in strategy.mesh.axis_types) == ("n" in shape)
+  logical = np.prod([*shape.values()], dtype=int)
+  replicas = len(order) // logical
+  axes = [("replica", replicas), *shape.items()]
+  assert list(strategy.mesh.shape.items()) == axes
+  axis_type = EXPLICIT if "n" in shape else AUTO
+  assert set(strategy.mesh.axis_types) == {axis_type}
+  assert strategy.num_replicas_in_sync == replicas
+  assert strategy.num_logical_devices == logical
+  assert (strategy.num_hosts, strategy.num_replicas_per_host) == (1, replicas)
 
 
 def test_mesh_shape_without_replicas_warns():

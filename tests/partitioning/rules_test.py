@@ -157,34 +157,11 @@ def test_logical_names_without_rule_are_unsplit_if_not_strict():
     resolve(LOGICAL, MESH, params)
 
 
-def test_arrays_on_the_mesh_keep_their_sharding():
-  devices = np.array(jax.devices()).reshape(4, 2)
-  mesh, other = (
-    jax.sharding.Mesh(grid, ("replica", "model"))
-    for grid in (devices, devices[::-1])
-  )
-  zeros = np.zeros((8, 4))
-  put = lambda mesh, *spec: jax.device_put(
-    zeros, jax.NamedSharding(mesh, P(*spec))
-  )
-  params = {
-    "split": put(mesh, None, "model"),
-    "whole": put(mesh),
-    "one_device": jnp.zeros((8, 4)),
-    "numpy": zeros,
-    # From another mesh a replicated array is moved.
-    "other": put(other),
-  }
-  specs = resolve(None, mesh, params)
-  assert split_leaves(specs) == {"split": P(None, "model")}
-  wanted = {"split": MODEL, "numpy": P("replica", "model")}
-  assert split_leaves(resolve((*wanted.items(),), mesh, params)) == wanted
-  batch = {"w": put(other, "model")}
-  with pytest.raises(ValueError, match=r"batch\[w\] .*another mesh"):
-    resolve(None, mesh, batch, argument="batch")
-
-
 # -- Mistakes.
+
+ELSEWHERE = jax.device_put(
+  np.zeros((8, 4)), jax.NamedSharding(jax.make_mesh((8,), ("model",)), MODEL)
+)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +180,7 @@ def test_arrays_on_the_mesh_keep_their_sharding():
     # Not the last regex.
     ([("", P()), (".*", P()), ("", P())], PARAMS, r"\[1\]='\.\*'.*\[0\]"),
     ("fsdp", PARAMS, "min_size=16384.*none of 6 .*'replica': 4"),
+    (None, {"w": ELSEWHERE}, r"params\[w\] .*another mesh"),
     # Of none of the forms.
     (MODEL, PARAMS, r"rules=P\('model'"),
     ([(3, P())], PARAMS, r"rules\[0\]=\(3, P\(\)\)"),

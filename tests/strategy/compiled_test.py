@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from regression import batch
 from regression import create
 from regression import loss_fn
 from regression import sharded
@@ -46,20 +47,20 @@ def new_state():
   )
 
 
-def call_run(fn):
-  STRATEGY.run(fn, args=(ONES,))
-
-
-def call_jit(fn):
-  STRATEGY.jit(fn)(ONES)
-
-
-def call_run_steps(fn):
+def run_steps(fn):
   step = lambda state, x: (state, fn(x))
   STRATEGY.run_steps(step, new_state(), ONES, reduce="mean")
 
 
-@pytest.mark.parametrize("call", [call_run, call_jit, call_run_steps])
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda fn: STRATEGY.run(fn, args=(ONES,)),
+    lambda fn: STRATEGY.jit(fn)(ONES),
+    run_steps,
+  ],
+  ids=["run", "jit", "run_steps"],
+)
 def test_functions_and_their_closures_die(call):
   references = []
   gc.freeze()  # to collect new objects only, which is quick
@@ -175,23 +176,21 @@ def test_steps_compile_once(strategy, spec, donate):
   assert len(traces) == 1 and int(state.step) == 3
 
 
-def test_donated_state_is_aliased():
+def test_lower_accepts_shapes_and_aliases_a_donated_state():
   state = create(EIGHT)
-  args = state, sharded(EIGHT, 0)
+  step = EIGHT.jit(train_step, donate_argnums=0)
+  lowered = step.lower(state, sharded(EIGHT, 0))
   size = sum(x.nbytes for x in jax.tree.leaves(state))
-  lowered = EIGHT.jit(train_step, donate_argnums=0).lower(*args)
   memory = lowered.compile().memory_analysis()
   assert memory.alias_size_in_bytes == size
   assert memory.argument_size_in_bytes == size + (8 + 1) * 2 * 4
 
-
-def test_lower_accepts_shape_dtype_structs():
-  args = create(EIGHT), sharded(EIGHT, 0)
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args
+  shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+  shapes = (
+    jax.tree.map(shape_of, state),
+    EIGHT.shard_batch(jax.tree.map(shape_of, batch(0))),
   )
-  step = EIGHT.jit(train_step)
-  assert step.lower(*shapes).as_text() == step.lower(*args).as_text()
+  assert step.lower(*shapes).as_text() == lowered.as_text()
   with pytest.raises(TypeError, match="ShapeDtypeStruct"):
     step(*shapes)
 
