@@ -58,11 +58,7 @@ def loss_fn(params, targets):
 
 
 def step(state, targets):
-  return state.minimize(loss_fn, targets)
-
-
-def step_alone(state, targets):
-  return step(state, targets)[0]
+  return state.minimize(loss_fn, targets)[0]
 
 
 def grad_fn(i, params):
@@ -122,7 +118,7 @@ def compare(wrapper, tx, *, replicas=8, steps=7):
   state = create(strategy, wrapper, tx)
   wanted = reference(wrapper, tx, replicas or 1)
   for _ in range(steps):
-    state, _ = run(state, targets)
+    state = run(state, targets)
     wanted.take(grad_fn)
     assert_close(state, wanted)
   return state

@@ -89,7 +89,7 @@ def compare(wrapper, tx, *, workers=3, steps=9):
   close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
   state = agn_problem.create(None, wrapper, tx)
   in_turn = wrapper.commit == "sequential"
-  step = jax.jit(agn_problem.step_alone)
+  step = jax.jit(agn_problem.step)
   with center_workers.Workers([state] * workers, step, None, in_turn) as group:
     for _ in range(steps):
       group.step(targets)
