@@ -1,6 +1,6 @@
 """Updates and gradients of rows equal TensorFlow's.
 
-tests/testdata/make_sparse_optimizers.py made the figures with TensorFlow.
+tests/testdata/make_tensorflow_figures.py made the figures with TensorFlow.
 """
 
 import json
