@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import dataclasses
 import pathlib
 import re
@@ -12,11 +11,8 @@ from markdown_it import MarkdownIt
 ROOT = pathlib.Path(__file__).parents[1]
 
 _MARK = re.compile(r"<!-- tests: (\w+) -->")
-# Directives of Sphinx that show code, which this module would not see.
-_CODE_DIRECTIVES = {
-  *("{code}", "{code-block}", "{code-cell}", "{sourcecode}"),
-  *("{doctest}", "{testcode}", "{prompt}"),
-}
+# Directives of Sphinx that show no code.
+_NO_CODE = ("{eval-rst}", "{toctree}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,42 +51,28 @@ class Page:
       return self.path.relative_to(ROOT).as_posix()
     return self.path.name
 
-  def has(self, *kinds: str) -> bool:
-    """Returns whether there is a block of one of the kinds."""
-    return any(block.kind in kinds for block in self.blocks)
+  def has(self, kind: str) -> bool:
+    """Returns whether there is a block of a kind."""
+    return any(block.kind == kind for block in self.blocks)
 
 
 def pages() -> list[Page]:
   """Returns all pages: a new file is one of them by itself."""
-  folder = ROOT / "docs"
-  paths = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    ROOT / "benchmarks" / "README.md",
-    *(
-      path
-      for path in sorted(folder.rglob("*.md"))
-      if "_build" not in path.relative_to(folder).parts
-    ),
-  ]
-  return [read(path) for path in paths if path.exists()]
+  names = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")
+  docs = sorted((ROOT / "docs").rglob("*.md"))
+  paths = [*(ROOT / name for name in names), *docs]
+  return [read(path) for path in paths if "_build" not in path.parts]
 
 
 def read(path: pathlib.Path) -> Page:
   """Returns the page in a file."""
   text = path.read_text()
   mark = _MARK.match(text)
-  return Page(path, mark[1] if mark else "", tuple(_blocks(text, 1)))
-
-
-def _blocks(text: str, line: int) -> Iterator[Block]:
-  """Yields the blocks of a text that begins in a line of the page."""
-  for token in MarkdownIt().parse(text):
-    if token.type != "fence":
-      continue
-    first = line + (token.map or [0])[0] + 1
-    kind = (token.info.split() or [""])[0]
-    # A directive holds text, possibly with blocks in it.
-    if kind.startswith("{") and kind not in _CODE_DIRECTIVES:
-      yield from _blocks(token.content, first)
-    else:
-      yield Block(kind, token.content, first)
+  blocks = [
+    # The fence is in line map[0], counted from 0.
+    Block((token.info.split() or [""])[0], token.content, token.map[0] + 2)
+    for token in MarkdownIt().parse(text)
+    if token.type == "fence"
+  ]
+  shown = tuple(block for block in blocks if block.kind not in _NO_CODE)
+  return Page(path, mark[1] if mark else "", shown)

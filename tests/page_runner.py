@@ -6,9 +6,10 @@ tests run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+from collections.abc import Callable, Iterator
 import contextlib
-import dataclasses
+import functools
 import io
 import os
 import pathlib
@@ -18,6 +19,7 @@ import sys
 import traceback
 import types
 from typing import Any
+from unittest import mock
 import warnings
 
 from absl import flags
@@ -35,40 +37,29 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import report
 
-# Blocks that the runner does not run: (kind, pattern, what covers them). The
-# pattern is searched in a command of a "bash" block, or in a whole block. What
-# covers it is a file (and a name in it), or the reason why nothing can.
-ELSEWHERE = (
-  ("bash", r"^python3 -m venv .*-m (flaxshard|pytest)", ".ci/run"),
-  (
-    "bash",
-    r"^(python3 -m venv \.venv$|\.venv/bin/(ruff|python -m (pytest|sphinx)) )",
-    ".ci/run",
-  ),
-  ("bash", r"^git clone ", "none: the tests need no network"),
-  ("bash", r"^python docs/pictures/", "tests/docs/pictures_test.py"),
-  ("bash", r"^python benchmarks/", "none: a benchmark takes minutes"),
-  ("bash", r"^(\S*/)?(pip|python3? -m pip) install ", "pyproject.toml"),
-  ("bash", r"--local_processes=", "tests/processes/local_test.py"),
-  ("bash", r"--plan=", "tests/plans/config_test.py"),
-  (
-    "bash",
-    r"--config=imagenet|tensorflow_datasets as tfds",
-    "tests/examples/imagenet_test.py",
-  ),
-  ("bash", r"gs://", "tests/train/bucket_test.py"),
-  (
-    "bash",
-    r"--workdir=/shared/digits$",
-    "tests/processes/cluster_test.py",
-  ),
-  ("python", r"fs\.ray\.fit\(", "tests/ray_test.py"),
-  (
-    "python",
-    r"^import tensorflow as tf\n",
-    "tests/docs/tensorflow_tables_test.py",
-  ),
-)
+# Blocks that the runner does not run, by kind: a pattern, and what covers them.
+# The pattern is searched in a command of a "bash" block, or in a whole block.
+# What covers it is a file, or the reason why nothing can.
+ELSEWHERE = {
+  "bash": {
+    r"^python3 -m venv (\.venv$|.*-m (flaxshard|pytest))": ".ci/run",
+    r"^\.venv/bin/(ruff|python -m (pytest|sphinx)) ": ".ci/run",
+    r"^git clone ": "none: the tests need no network",
+    r"^python docs/pictures/": "tests/docs/pictures_test.py",
+    r"^python benchmarks/": "none: a benchmark takes minutes",
+    r"^(\S*/)?(pip|python3? -m pip) install ": "pyproject.toml",
+    r"--local_processes=": "tests/processes/local_test.py",
+    r"--plan=": "tests/plans/config_test.py",
+    r"--config=imagenet": "tests/examples/imagenet_test.py",
+    r"tensorflow_datasets as tfds": "tests/examples/imagenet_test.py",
+    r"gs://": "tests/train/bucket_test.py",
+    r"--workdir=/shared/digits$": "tests/processes/cluster_test.py",
+  },
+  "python": {
+    r"fs\.ray\.fit\(": "tests/ray_test.py",
+    r"^import tensorflow as tf\n": "tests/docs/tensorflow_tables_test.py",
+  },
+}
 # Where the examples write. A run of the tests writes in its own folder.
 _FOLDERS = re.compile(r"(?<![\w.])/(?=(tmp|shared)/)")
 # Pages whose blocks without a kind are figures that were measured, with their
@@ -138,8 +129,8 @@ def covered_by(kind: str, text: str) -> str:
     kind: The kind of a block.
     text: The text of the block; of a "bash" block, one of its commands.
   """
-  for known, pattern, test in ELSEWHERE:
-    if kind == known and re.search(pattern, text.strip()):
+  for pattern, test in ELSEWHERE.get(kind, {}).items():
+    if re.search(pattern, text.strip()):
       return test
   return ""
 
@@ -179,27 +170,30 @@ def run(
   module = types.ModuleType("__main__")
   for name in ("configs", "benchmarks"):
     (folder / name).symlink_to(page_blocks.ROOT / name)
-  program = _Commands(page, folder)
+  runs: collections.Counter[str] = collections.Counter()
   with _isolated(module, folder) as caught:
     for i, block in enumerate(page.blocks):
       is_python = block.kind == "python"
       if block.kind not in kinds or (is_python and not _is_run(block)):
         continue
       expected = [x for x in page.blocks[i + 1 : i + 2] if x.kind == "text"]
-      shows = bool(expected)
+      place, shows = f"{page.name}:{block.line}", bool(expected)
       text = _FOLDERS.sub(f"{folder}/", block.text)
-      code = dataclasses.replace(block, text=text)
+      in_page = functools.partial(_run_python, page, block.line)
       if block.kind == "bash":
-        outputs = [program.run(code, may_fail=shows)]
-      elif block.kind == "diff":
-        for sign in "-+":
-          half = dataclasses.replace(code, text=_side(text, sign))
-          # Both are complete; the names that they define are theirs.
-          other = types.ModuleType("__main__")
-          vars(other).update(vars(module))
-          outputs = _run_python(page, half, other, caught, shows)
+        above = [x.text for x in page.blocks[:i]]
+        calls = [functools.partial(_run_commands, text, above, runs, shows)]
+      elif block.kind == "python":
+        calls = [functools.partial(in_page, text, vars(module))]
       else:
-        outputs = _run_python(page, code, module, caught, shows)
+        # Both sides are complete; the names that they define are theirs.
+        calls = [
+          functools.partial(in_page, _side(text, sign), dict(vars(module)))
+          for sign in "-+"
+        ]
+      for call in calls:
+        caught.clear()
+        outputs = _outputs_of(call, place, caught, shows)
       if expected:
         outputs = [output.replace(str(folder), "") for output in outputs]
         _compare(page, expected[0], outputs)
@@ -213,50 +207,39 @@ def _side(text: str, sign: str) -> str:
 
 
 def _run_python(
-  page: page_blocks.Page,
-  block: page_blocks.Block,
-  module: types.ModuleType,
+  page: page_blocks.Page, line: int, text: str, names: dict[str, Any]
+) -> None:
+  # Tracebacks point into the page, and show its lines.
+  source = "\n" * (line - 1) + text
+  exec(compile(source, str(page.path), "exec", dont_inherit=True), names)
+
+
+def _outputs_of(
+  call: Callable[[], None],
+  place: str,
   caught: list[warnings.WarningMessage],
   may_fail: bool,
 ) -> list[str]:
   """Runs a block and returns what may be said of its output.
 
   Args:
-    page: The page.
-    block: The block.
-    module: The module to run it in.
+    call: Runs the block.
+    place: Page and line of the block.
     caught: The list to which the warnings of the block are added.
     may_fail: Whether an exception is part of the output.
   """
-  # Tracebacks point into the page, and show its lines.
-  source = "\n" * (block.line - 1) + block.text
-  errors = []
-  caught.clear()
   with contextlib.redirect_stdout(io.StringIO()) as stdout:
     try:
-      code = compile(source, str(page.path), "exec", dont_inherit=True)
-      exec(code, vars(module))
+      call()
     except (Exception, SystemExit) as error:
-      errors = _last_lines(error)
+      printed = stdout.getvalue()
       if not may_fail:
-        place = _place(page, block, error)
-        raise PageError(f"{place}: {errors[0]}") from error
+        raise PageError(f"{place}: {error!r}\n{printed}") from error
+      errors = _last_lines(error)
+      return [*errors, *(printed + error for error in errors)]
   printed = stdout.getvalue()
-  if errors:
-    return [*errors, *(printed + error for error in errors)]
   told = [f"{w.category.__name__}: {w.message}" for w in caught]
   return [printed, *told, printed + "\n".join(told)]
-
-
-def _place(
-  page: page_blocks.Page, block: page_blocks.Block, error: BaseException
-) -> str:
-  """Returns page and line of the innermost frame of the page."""
-  line = block.line
-  for frame in traceback.extract_tb(error.__traceback__):
-    if frame.filename == str(page.path):
-      line = frame.lineno or line
-  return f"{page.name}:{line}"
 
 
 def _last_lines(error: BaseException) -> list[str]:
@@ -276,15 +259,14 @@ def _compare(
   Three dots stand for anything, and so do line breaks for spaces: long messages
   are wrapped.
   """
-  parts = re.split(r"\.\.\.", " ".join(expected.text.split()))
+  parts = " ".join(expected.text.split()).split("...")
   pattern = ".*".join(re.escape(part) for part in parts)
-  for candidate in candidates:
-    # Without the spaces that stand before three dots where nothing follows.
-    if re.fullmatch(pattern, " ".join(candidate.split()), re.S):
-      return
-  got = next((x for x in candidates if x.strip()), "(nothing)")
-  place = f"{page.name}:{expected.line}"
-  raise PageError(f"{place}: the block before gives something else:\n{got}")
+  # Without the spaces that stand before three dots where nothing follows.
+  texts = [" ".join(candidate.split()) for candidate in candidates]
+  if not any(re.fullmatch(pattern, text, re.S) for text in texts):
+    got = next((x for x in candidates if x.strip()), "(nothing)")
+    place = f"{page.name}:{expected.line}"
+    raise PageError(f"{place}: the block before gives something else:\n{got}")
 
 
 @contextlib.contextmanager
@@ -292,8 +274,7 @@ def _isolated(
   module: types.ModuleType, folder: pathlib.Path
 ) -> Iterator[list[warnings.WarningMessage]]:
   """Restores what a page may change; yields the warnings that it gives."""
-  config = dict(jax.config.values)
-  modules, environment = set(sys.modules), dict(os.environ)
+  config, modules = dict(jax.config.values), set(sys.modules)
   update = jax.config.update
 
   def update_unless_done(name: str, value: Any) -> None:
@@ -304,6 +285,7 @@ def _isolated(
       update(name, value)
 
   with (
+    mock.patch.dict(os.environ),
     pytest.MonkeyPatch.context() as patch,
     warnings.catch_warnings(record=True) as caught,
   ):
@@ -321,9 +303,6 @@ def _isolated(
       for name, value in config.items():
         if jax.config.values[name] != value:
           update(name, value)
-      for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-      os.environ.update(environment)
       # Modules that a page wrote, such as a config file.
       for name in set(sys.modules) - modules:
         file = getattr(sys.modules[name], "__file__", None)
@@ -331,93 +310,61 @@ def _isolated(
           del sys.modules[name]
 
 
-class _Commands:
-  """Runs the commands of a page in process.
+def _run_commands(
+  text: str,
+  above: list[str],
+  runs: collections.Counter[str],
+  may_fail: bool,
+) -> None:
+  """Runs the commands of a block in process, in the current folder.
 
   Args:
-    page: The page.
-    folder: The current folder of the commands.
+    text: The text of the block.
+    above: The texts of the blocks above, with config files.
+    runs: Counts the runs of each workdir.
+    may_fail: Whether a command may end with an error.
   """
-
-  def __init__(self, page: page_blocks.Page, folder: pathlib.Path):
-    self._page = page
-    self._folder = folder
-    self._runs: dict[str, int] = {}
-
-  def run(self, block: page_blocks.Block, may_fail: bool) -> str:
-    """Returns what the commands of a block print.
-
-    Args:
-      block: The block.
-      may_fail: Whether a command may end with an error.
-    """
-    place = f"{self._page.name}:{block.line}"
-    output = io.StringIO()
-    with (
-      contextlib.redirect_stdout(output),
-      contextlib.redirect_stderr(output),
-    ):
-      for command in commands(block.text):
-        if covered_by("bash", command):
-          continue
-        try:
-          self._run(command, block)
-        except SystemExit as end:
-          if end.code and not may_fail:
-            raise PageError(f"{place}: {command}\n{output.getvalue()}") from end
-        except Exception as error:
-          raise PageError(f"{place}: {command}: {error!r}") from error
-    return output.getvalue()
-
-  def _run(self, command: str, block: page_blocks.Block) -> None:
+  for command in commands(text):
+    if covered_by("bash", command):
+      continue
     program, arguments = _parse(command)
-    if program == "checkpoint":
-      sys.exit(inspection.main(arguments))
-    self._write_config(arguments, block)
-    with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(report, "draw", lambda *args: None)
-      self._train(arguments)
+    file = re.search(r"--config=([\w/]+\.py)", command)
+    if file and not pathlib.Path(file[1]).exists():
+      *_, source = (x for x in above if "def get_config(" in x)
+      pathlib.Path(file[1]).write_text(source)
+    with contextlib.redirect_stderr(sys.stdout):
+      try:
+        if program == "checkpoint":
+          sys.exit(inspection.main(arguments))
+        _train(arguments, runs)
+      except SystemExit as end:
+        if end.code and not may_fail:
+          raise PageError(command) from end
 
-  def _write_config(
-    self, arguments: list[str], block: page_blocks.Block
-  ) -> None:
-    """Writes the config file that a command names and a block above has."""
-    for argument in arguments:
-      match = re.fullmatch(r"--config=([\w/]+\.py)(:.*)?", argument)
-      if not match or pathlib.Path(match[1]).exists():
-        continue
-      sources = [
-        other.text
-        for other in self._page.blocks
-        if other.line < block.line and "def get_config(" in other.text
-      ]
-      assert sources, f"no block above has get_config() of {match[1]}"
-      path = self._folder / match[1]
-      path.parent.mkdir(parents=True, exist_ok=True)
-      path.write_text(sources[-1])
 
-  def _train(self, arguments: list[str]) -> None:
-    values = flags.FlagValues()
-    for name in ("config", "workdir", "plan"):
-      flags.DEFINE_string(name, None, "", flag_values=values)
-    for name in ("list", "synchronize", "version"):
-      flags.DEFINE_boolean(name, False, "", flag_values=values)
-    flags.DEFINE_integer("verbosity", 0, "", flag_values=values)
-    command_line.parse_flags(["flaxshard", *arguments], values)
-    workdir = values.workdir
-    self._runs[workdir] = self._runs.get(workdir, 0) + 1
-    with (
-      command_line.report_mistakes(verbose=False),
-      console.show_log(always=True),
-    ):
-      config = config_lib.check(values.config)
-      _shorten(config)
-      if config.resume == "extend":
-        config.num_train_steps *= self._runs[workdir]
-      train.train_and_evaluate(config, workdir)
-    rows = tiny.rows(workdir)
-    assert rows[-1]["step"] == config.num_train_steps, rows
-    assert all(np.isfinite(row.get("train_loss", 0)) for row in rows), rows
+def _train(arguments: list[str], runs: collections.Counter[str]) -> None:
+  values = flags.FlagValues()
+  for name in ("config", "workdir", "plan"):
+    flags.DEFINE_string(name, None, "", flag_values=values)
+  for name in ("list", "synchronize", "version"):
+    flags.DEFINE_boolean(name, False, "", flag_values=values)
+  flags.DEFINE_integer("verbosity", 0, "", flag_values=values)
+  command_line.parse_flags(["flaxshard", *arguments], values)
+  workdir = values.workdir
+  runs[workdir] += 1
+  with (
+    mock.patch.object(report, "draw"),
+    command_line.report_mistakes(verbose=False),
+    console.show_log(always=True),
+  ):
+    config = config_lib.check(values.config)
+    _shorten(config)
+    if config.resume == "extend":
+      config.num_train_steps *= runs[workdir]
+    train.train_and_evaluate(config, workdir)
+  rows = tiny.rows(workdir)
+  assert rows[-1]["step"] == config.num_train_steps, rows
+  assert all(np.isfinite(row.get("train_loss", 0)) for row in rows), rows
 
 
 def _shorten(config: ml_collections.ConfigDict) -> None:

@@ -5,15 +5,12 @@ import pathlib
 import pkgutil
 import re
 
-import pytest
-
 import flaxshard
 
 _FOLDER = pathlib.Path(__file__).parents[2] / "docs" / "api"
-_PAGES = {path.stem: path.read_text() for path in _FOLDER.glob("*.md")}
-_ENTRIES = re.findall(
-  r"^\.\. (?:auto|py:)(\w+):: flaxshard\.([\w.]+)$",
-  "\n".join(_PAGES.values()),
+_NAMES = re.findall(
+  r"^\.\. (?:auto|py:)\w+:: flaxshard\.([\w.]+)$",
+  "\n".join(path.read_text() for path in _FOLDER.glob("*.md")),
   re.M,
 )
 # Modules whose names users write, also those without `__all__`.
@@ -47,34 +44,27 @@ def _public_names(module):
   ]
 
 
-_OBJECTS = [_resolve(path) for _, path in _ENTRIES]
+_OBJECTS = [_resolve(path) for path in _NAMES]
 
 
-def _is_documented(path):
-  """Returns whether a name has an entry, maybe by another name."""
-  if path in {name for _, name in _ENTRIES}:
-    return True
-  value = _resolve(path)
-  return any(value is found for found in _OBJECTS)
+def _undocumented(paths):
+  """Returns the names without an entry, maybe by another name."""
+  return [
+    path
+    for path in paths
+    if path not in _NAMES
+    and not any(_resolve(path) is found for found in _OBJECTS)
+  ]
 
 
 def test_each_name_has_one_entry():
-  names = [name for _, name in _ENTRIES]
-  assert sorted(names) == sorted(set(names))
-  assert len(names) > 120
+  assert len(_NAMES) == len(set(_NAMES)) > 120
 
 
 def test_public_names_have_entries():
   names = set(flaxshard.__all__) - {"__version__", *_MODULES}
-  assert [name for name in sorted(names) if not _is_documented(name)] == []
-  # Every module that `fs.<Tab>` offers is one of those above.
-  assert set(flaxshard.__all__) - names <= {"__version__", *_MODULES}
+  assert not _undocumented(sorted(names))
   assert dir(flaxshard) == sorted(flaxshard.__all__)
-
-
-@pytest.mark.parametrize("name", _MODULES)
-def test_names_of_a_module_have_entries(name):
-  public = _public_names(_resolve(name))
-  paths = [f"{name}.{x}" for x in public]
-  assert paths
-  assert [path for path in paths if not _is_documented(path)] == []
+  for module in _MODULES:
+    public = [f"{module}.{name}" for name in _public_names(_resolve(module))]
+    assert public and not _undocumented(public)

@@ -14,10 +14,10 @@ _PAGES = {page.name: page for page in page_blocks.pages()}
 
 
 def _marks(page: page_blocks.Page) -> list[pytest.MarkDecorator]:
-  if page.mark:
-    return [getattr(pytest.mark, page.mark)]
   # The guides train, one after another longer than what is quick.
-  return [pytest.mark.slow] if page.name.startswith("docs/guides/") else []
+  is_guide = page.name.startswith("docs/guides/")
+  mark = page.mark or ("slow" if is_guide else "")
+  return [getattr(pytest.mark, mark)] if mark else []
 
 
 @pytest.mark.parametrize("name", _PAGES)
@@ -49,21 +49,17 @@ def test_commands_run_in_order(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_what_covers_a_block_exists_and_is_needed() -> None:
-  texts = [
-    (block.kind, text)
-    for page in _PAGES.values()
-    for block in page.blocks
-    for text in (
-      page_runner.commands(block.text) if block.kind == "bash" else [block.text]
-    )
-  ]
-  for kind, pattern, test in page_runner.ELSEWHERE:
-    if not test.startswith("none: "):
-      assert (page_blocks.ROOT / test).exists(), test
-    assert any(
-      kind == known and re.search(pattern, text.strip())
-      for known, text in texts
-    ), f"no block needs {pattern!r}"
+  texts: dict[str, list[str]] = {"bash": [], "python": []}
+  for page in _PAGES.values():
+    for block in page.blocks:
+      if block.kind == "bash":
+        texts["bash"] += page_runner.commands(block.text)
+      elif block.kind == "python":
+        texts["python"].append(block.text.strip())
+  for kind, known in page_runner.ELSEWHERE.items():
+    for pattern, test in known.items():
+      assert test.startswith("none: ") or (page_blocks.ROOT / test).exists()
+      assert any(re.search(pattern, text) for text in texts[kind]), pattern
 
 
 def test_has_one_command_for_the_main_job_and_one_for_the_tests() -> None:
@@ -73,46 +69,32 @@ def test_has_one_command_for_the_main_job_and_one_for_the_tests() -> None:
     assert len(found) == 1, part
 
 
-# The runner finds wrong outputs, errors and unchecked blocks.
+SHOWN = "```python\n{}\n```\n```text\n{}\n```\n"
 
 
-def _page(tmp_path: pathlib.Path, text: str) -> page_blocks.Page:
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    # Other outputs than those that the page shows.
+    (SHOWN.format("print('a')", "b"), ":5: .*else:\na"),
+    (SHOWN.format("print('a')", "ValueError: a"), ":5: "),
+    (SHOWN.format("import warnings; warnings.warn('a')", "b"), ":5: "),
+    ("```python\nraise ValueError('a')\n```\n", ":2: ValueError"),
+    (SHOWN.format("raise ValueError('a')", "b"), ":5: "),
+    # Blocks that nothing checks.
+    ("```\na\n```\n", ":2: no test checks blocks of the kind ''"),
+    ("```{code-block} python\na\n```\n", ":2: .* kind '{code-block}'"),
+    ("```text\na\n```\n", ":2: a text follows no code block"),
+    ("```python\n```\n```text\n```\n```text\n```\n", ":6: .* no code block"),
+    ("```bash\nkubectl a\n```\n", ":2: no rule for 'kubectl a'"),
+  ],
+)
+def test_the_runner_names_page_and_line(
+  text: str, message: str, tmp_path: pathlib.Path
+) -> None:
   path = tmp_path / "page.md"
   path.write_text(text)
-  return page_blocks.read(path)
-
-
-@pytest.mark.parametrize(
-  ("code", "text"),
-  [
-    ("print('a')", "b"),
-    ("print('a')", "ValueError: a"),
-    ("raise ValueError('a')", "ValueError: b"),
-    ("import warnings\nwarnings.warn('a')", "UserWarning: b"),
-  ],
-)
-def test_other_text_is_named_with_page_and_line(
-  code: str, text: str, tmp_path: pathlib.Path
-) -> None:
-  page = f"\n```python\n{code}\n```\n```text\n{text}\n```\n"
-  line = page[: page.index("```text")].count("\n") + 2
-  with pytest.raises(page_runner.PageError, match=rf"^page\.md:{line}: "):
-    page_runner.run(_page(tmp_path, page), tmp_path)
-
-
-@pytest.mark.parametrize(
-  ("page", "message"),
-  [
-    ("```\na\n```\n", r"page\.md:2: no test checks blocks of the kind ''"),
-    ("```{code-block} python\na\n```\n", "kind '{code-block}'"),
-    ("````{note}\n\n```json\n{}\n```\n````\n", r"page\.md:4: .* kind 'json'"),
-    ("```text\na\n```\n", "follows no code block"),
-    ("```python\n```\n```text\n```\n```text\n```\n", r":6: .* follows no code"),
-    ("```bash\nkubectl a\n```\n", "no rule for 'kubectl a'"),
-  ],
-)
-def test_a_block_that_nothing_checks_is_named(
-  page: str, message: str, tmp_path: pathlib.Path
-) -> None:
-  with pytest.raises(page_runner.PageError, match=message):
-    page_runner.check_kinds(_page(tmp_path, page))
+  page = page_blocks.read(path)
+  with pytest.raises(page_runner.PageError, match=rf"^page\.md{message}"):
+    page_runner.check_kinds(page)
+    page_runner.run(page, tmp_path)
