@@ -1,6 +1,5 @@
 """The first cell installs flaxshard on the packages of Colab's runtimes."""
 
-from collections.abc import Mapping
 from concurrent import futures
 import glob
 import json
@@ -36,11 +35,11 @@ _REPLACED = {
 }
 
 
-def _name(name: str) -> str:
+def _name(name):
   return re.sub("[-_.]+", "-", name).lower()
 
 
-def _pinned(name: str) -> dict[str, str]:
+def _pinned(name):
   text = pathlib.Path(__file__).with_name(name).read_text()
   return dict(re.findall(r"^([\w-]+)==(.*)$", text, re.M))
 
@@ -53,13 +52,10 @@ _FURTHER = {
 }
 
 
-def _python313() -> str | None:
+def _python313():
   versions = pathlib.Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
-  candidates = [
-    "python3.13",
-    *sorted(glob.glob(f"{versions}/versions/3.13*/bin/python")),
-  ]
-  for path in filter(None, map(shutil.which, candidates)):
+  installed = sorted(glob.glob(f"{versions}/versions/3.13*/bin/python"))
+  for path in filter(None, map(shutil.which, ["python3.13", *installed])):
     # A shim of pyenv exists but does not start.
     if not subprocess.run([path, "-c", ""], capture_output=True).returncode:
       return path
@@ -69,23 +65,19 @@ def _python313() -> str | None:
 class _Runtime:
   """A virtual environment with the packages of Colab's CPU runtime."""
 
-  def __init__(self, folder: pathlib.Path, base: str):
+  def __init__(self, folder, base):
     self._folder = folder
-    self.python = folder / "colab" / "bin" / "python"
-    self._environment = {
-      name: value
-      for name, value in os.environ.items()
-      if name not in ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
-    }
-    self._environment["PIP_NO_COMPILE"] = "1"  # faster
+    self.python = str(folder / "colab" / "bin" / "python")
+    others = ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
+    given = os.environ | {"PIP_NO_COMPILE": "1"}  # faster
+    self._environment = {k: given[k] for k in given if k not in others}
     self.run(base, "-m", "venv", str(folder / "colab"))
-    packages = [
-      f"{n}=={v}" for n, v in _pinned("colab_constraints.txt").items()
-    ]
-    pip = (str(self.python), "-m", "pip")
+    pip = (self.python, "-m", "pip")
     uv = os.environ.get("UV") or shutil.which("uv")
     # uv takes a tenth of the time.
     installer = (uv, "pip") if uv else pip
+    pins = _pinned("colab_constraints.txt").items()
+    packages = [f"{name}=={version}" for name, version in pins]
     variables = {"VIRTUAL_ENV": str(folder / "colab")}
     self.run(*installer, "install", "--quiet", *packages, **variables)
     # A wheel: pip would build one each time.
@@ -93,9 +85,7 @@ class _Runtime:
     (wheel,) = folder.glob("flaxshard-*.whl")
     self._environment["FLAXSHARD_SOURCE"] = wheel.as_uri()
 
-  def run(
-    self, *arguments: str, check: bool = True, **variables: str
-  ) -> subprocess.CompletedProcess:
+  def run(self, *arguments, check=True, **variables):
     result = subprocess.run(
       arguments,
       cwd=self._folder,
@@ -104,38 +94,31 @@ class _Runtime:
       text=True,
       timeout=900,
     )
-    if check:
-      assert result.returncode == 0, result.stderr
+    assert not check or result.returncode == 0, result.stderr
     return result
 
-  def run_first_cell(
-    self, before: str, **variables: str
-  ) -> subprocess.CompletedProcess:
+  def run_first_cell(self, before="", **variables):
     cells = make_notebooks.read(_SOURCE).cells
     first = next(x["source"] for x in cells if x["cell_type"] == "code")
-    session = (str(self.python), "-c", f"{before}\n{first}")
-    return self.run(*session, check=False, **variables)
+    code = f"{before}\n{first}"
+    return self.run(self.python, "-c", code, check=False, **variables)
 
-  def installed(self) -> dict[str, str]:
-    found = json.loads(self.run(str(self.python), "-c", _LIST).stdout)
+  def installed(self):
+    found = json.loads(self.run(self.python, "-c", _LIST).stdout)
     return {_name(name): version for name, version in found.items()}
 
 
-def _register(folder: pathlib.Path, packages: Mapping[str, str]) -> None:
+def _register(folder, packages):
   """Lets pip believe that packages are installed: a GPU needs gigabytes."""
-  folder.mkdir()
   for name, version in packages.items():
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-      f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    )
+    info.mkdir(parents=True)
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (info / "METADATA").write_text(text)
     (info / "RECORD").touch()
 
 
-def _would_install(
-  runtime: _Runtime, hardware: str, folder: pathlib.Path
-) -> dict[str, str]:
+def _would_install(runtime, hardware, folder):
   """Returns the packages that the first cell would install there."""
   report, programs = folder / "report.json", folder / "bin"
   programs.mkdir(parents=True)
@@ -159,9 +142,7 @@ def _would_install(
 
 
 @pytest.mark.slow
-def test_first_cell_upgrades_colab_packages_and_quick_start_runs(
-  tmp_path: pathlib.Path,
-) -> None:
+def test_first_cell_upgrades_colab_packages_and_quick_start_runs(tmp_path):
   base = _python313()
   if base is None:
     pytest.skip("needs Python 3.13, as on Colab")
@@ -189,7 +170,7 @@ def test_first_cell_upgrades_colab_packages_and_quick_start_runs(
   assert message.startswith("RuntimeError: Restart the session"), message
   assert runtime.installed() == before
 
-  result = runtime.run_first_cell("")
+  result = runtime.run_first_cell()
   assert result.returncode == 0, result.stderr
   after = runtime.installed()
   assert set(after) - set(before) == _ADDED
@@ -200,7 +181,7 @@ def test_first_cell_upgrades_colab_packages_and_quick_start_runs(
   source = _SOURCE.read_text()
   assert "range(900)" in source
   short = source.replace("range(900)", "range(200)")
-  output = runtime.run(str(runtime.python), "-c", short).stdout
+  output = runtime.run(runtime.python, "-c", short).stdout
   assert output.startswith("8 x cpu\n")
   (accuracy,) = re.findall(r"^accuracy: ([\d.]+)", output, re.M)
   assert float(accuracy) >= 0.9

@@ -12,10 +12,8 @@ import flaxshard as fs
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _GUIDES = _ROOT / "docs" / "guides"
-_DATA = json.loads(
-  (_ROOT / "tests" / "testdata" / "tensorflow_signatures.json").read_text()
-)
-_CLASSES = _DATA["classes"]
+_SIGNATURES = _ROOT / "tests" / "testdata" / "tensorflow_signatures.json"
+_CLASSES = json.loads(_SIGNATURES.read_text())["classes"]
 # The rows of the table below the heading of each class.
 _TABLES = {
   heading: re.findall(r"^\| (`.*?) \| (.*) \|$", section, re.M)
