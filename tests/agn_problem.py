@@ -76,18 +76,14 @@ def targets_of(strategy):
   )
 
 
-def assert_close(state, wanted, rtol=2e-5, atol=2e-5):
-  # Indexing an array on several devices runs a program each time.
-  state = jax.device_get(state)
+def assert_close(state, wanted):
   agn = state.wrapper_states["agn"]
-  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
-  for k in wanted.center:
-    close(state.params[k], wanted.center[k])
-    for i, (local, accum) in enumerate(
-      zip(wanted.local, wanted.accum, strict=True)
-    ):
-      close(agn.local_params[k][i], local[k])
-      close(agn.grad_accum[k][i], accum[k])
+  stack = lambda trees: {k: np.stack([t[k] for t in trees]) for k in PARAMS}
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5),
+    (state.params, agn.local_params, agn.grad_accum),
+    (wanted.center, stack(wanted.local), stack(wanted.accum)),
+  )
   assert int(agn.local_step) == int(state.step) == wanted.step
   assert int(agn.commits) == wanted.commits
 

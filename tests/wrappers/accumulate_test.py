@@ -18,8 +18,6 @@ import flaxshard as fs
 
 # A new optimizer would be another static field.
 TX = optax.adam(optax.linear_schedule(0.1, 0.0, 4))
-
-
 jitted = jax.jit(train_step)
 
 
@@ -122,22 +120,18 @@ def test_leaf_without_a_gradient_keeps_its_sum():
   [
     [fs.CrossShard(), fs.Accumulate(2)],
     [fs.Accumulate(2, per_replica=True), fs.CrossShard()],
-    [fs.LossScale("dynamic"), fs.Accumulate(2, per_replica=True)],
+    [fs.Accumulate(2, per_replica=True)],
     # A local step with the mean of the batches, and a commit.
     [fs.Accumulate(2, per_replica=True), fs.AGN(1, commit="mean")],
   ],
-  ids=["inside", "around", "loss_scale", "agn"],
+  ids=["inside", "around", "alone", "agn"],
 )
 def test_replicas_take_the_update_of_one_large_batch(wrappers):
   strategy = fs.Strategy()
-  state = create(wrappers, strategy=strategy)
-  batches = [batch(0), batch(1)]
-  if wrappers[0] == fs.LossScale("dynamic"):
-    # Of one replica.
-    overflowing = batch(2)
-    overflowing["x"][5] = np.inf
-    batches.insert(1, overflowing)
-  for b in batches:
+  state = create([fs.LossScale("dynamic"), *wrappers], strategy=strategy)
+  overflowing = batch(2)
+  overflowing["x"][5] = np.inf  # of one replica
+  for b in (batch(0), overflowing, batch(1)):
     state, _ = strategy.run(train_step, args=(state, strategy.shard_batch(b)))
   large, _ = jitted(create(), batch(0, 1))
   assert int(state.step) == 1
