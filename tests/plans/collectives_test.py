@@ -1,7 +1,13 @@
 """Collectives of programs for CPUs, and of texts of TPUs and GPUs.
 
-tests/testdata/hlo has programs that libtpu 0.0.42 compiled with JAX 0.10.2,
-without most of `backend_config`. All are steps
+tests/testdata/hlo has two programs written by hand:
+
+- branches.txt: a conditional in a loop. Its branches have one collective in
+  common. Metadata of users may have the words and the brackets of HLO.
+- gpu.txt: asynchronous collectives in the form of XLA's GPU and generic texts.
+
+The others are programs that libtpu 0.0.42 compiled with JAX 0.10.2, without
+most of `backend_config`. All are steps
 `(state, batch) -> (state, {"loss": ...})` with donated states:
 
 - v5e_fsdp.txt: v5e:2x4, two kernels [512, 512] and [512, 128] in bfloat16,
@@ -44,24 +50,6 @@ CUBE = jax.sharding.Mesh(
 )
 
 
-@pytest.mark.parametrize(
-  ("text", "nbytes"),
-  [
-    ("f32[3,100]{1,0:T(8,128)}", 1200),
-    ("bf16[10,128]{1,0:T(8,128)(2,1)}", 2560),
-    ("s32[]{:T(128)}", 4),
-    ("pred[7]{0}", 7),
-    ("s4[7]{0}", 4),
-    ("f32[<=8,2]{1,0}", 64),
-    ("f32[0,4]{1,0}", 0),
-    ("token[]", 0),
-  ],
-)
-def test_bytes_of_a_shape(text, nbytes):
-  (array,) = hlo.parse_shape(text)
-  assert array.nbytes == nbytes
-
-
 @pytest.mark.parametrize("given", ["module @jit_f {}", 3])
 def test_what_is_no_program_raises(given):
   with pytest.raises(TypeError, match=f"got '?{given}"):
@@ -87,43 +75,38 @@ def test_the_users_line(files, expected):
   assert source_lines.user_line(frames) == expected
 
 
-def _compile(function, mesh, spec, shape=(8, 4)):
-  mapped = jax.shard_map(
-    function, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False
-  )
-  x = jax.ShapeDtypeStruct(
-    shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec)
-  )
-  return jax.jit(mapped).lower(x).compile()
-
-
-@pytest.mark.parametrize("order", [1, -1])
-@pytest.mark.parametrize("axes", [("a",), ("b",), ("a", "b")])
-def test_axes_and_bytes_of_an_all_reduce(order, axes):
+@pytest.mark.parametrize(
+  ("axes", "order"), [(("a",), 1), (("b",), -1), (("a", "b"), -1)]
+)
+def test_axes_and_bytes_of_an_all_reduce_in_a_loop(axes, order):
   mesh = _mesh((4, 2), ("a", "b"), order)
-  compiled = _compile(lambda x: jax.lax.psum(x, axes), mesh, P(("a", "b")))
-  (found,) = collectives(compiled, mesh)
+  spec = P(("a", "b"))
+  turn = lambda i, x: jax.lax.psum(x, axes) * 0.1
+  looped = jax.shard_map(
+    lambda x: jax.lax.fori_loop(0, 5, turn, x),
+    mesh=mesh,
+    in_specs=spec,
+    out_specs=P(),
+    check_vma=False,
+  )
+  sharding = jax.NamedSharding(mesh, spec)
+  x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
+  (found,) = collectives(jax.jit(looped).lower(x).compile(), mesh)
   size = {("a",): 4, ("b",): 2, ("a", "b"): 8}[axes]
   assert (found.kind, found.axes) == ("all-reduce", axes)
   assert found.operands == (hlo.Array("f32", (1, 4)),)
   assert (found.operand_bytes, found.group_size) == (16, size)
-  assert (found.network, found.executions) == ("ici", 1)
-  assert found.link_bytes == pytest.approx(2 * (size - 1) / size * 16)
-  assert not found.in_conditional
-
-
-def test_a_loop_multiplies_the_executions():
-  mesh = _mesh((8,), ("a",))
-
-  def function(x):
-    return jax.lax.fori_loop(0, 5, lambda _, y: jax.lax.psum(y, "a") * 0.1, x)
-
-  (found,) = collectives(_compile(function, mesh, P("a")), mesh)
   assert (found.executions, found.trip_count_known) == (5, True)
+  assert found.link_bytes == pytest.approx(2 * (size - 1) / size * 16)
+  assert found.network == "ici" and not found.in_conditional
+
+
+def _stored(name):
+  return (FOLDER / f"{name}.txt").read_text()
 
 
 def _read_stored(name, mesh):
-  found = collectives((FOLDER / f"{name}.txt").read_text(), mesh)
+  found = collectives(_stored(name), mesh)
   rows = sorted((c.kind, c.operand_bytes, c.executions) for c in found)
   return found, rows
 
@@ -181,77 +164,13 @@ def test_loops_of_the_tpu_compiler_have_trip_counts():
   ]
 
 
-HEAD = """\
-HloModule jit_step, is_scheduled=true, num_partitions=8
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-"""
-A = "channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0)"
-B = "channel_id=2, replica_groups=[2,4]<=[8]"
-# A scope of the user may have the words and the brackets of HLO.
-SCOPE = 'metadata={op_name="jit(f)/body=%add, calls={%add, %sum} ( {/x"}'
-
-
-def _read(text, mesh=MESH):
-  head = HEAD.replace("partitions=8", f"partitions={mesh.size}")
-  return collectives(head + text, mesh)
-
-
-# Named scopes are in the conditional's own metadata: they are no branches.
-BRANCHES = f"""\
-%f (p: f32[64]) -> f32[64] {{
-  %p = f32[64]{{0}} parameter(0)
-  ROOT %r.0 = f32[64]{{0}} all-reduce(%p), {A}, to_apply=%add, {SCOPE}
-}}
-
-%g (q: f32[64]) -> f32[64] {{
-  %q = f32[64]{{0}} parameter(0)
-  ROOT %r.1 = f32[64]{{0}} all-reduce(%q), {A}, to_apply=%add
-}}
-
-%h (s: f32[64]) -> f32[64] {{
-  %s = f32[64]{{0}} parameter(0)
-  %t = f32[64]{{0}} all-reduce(%s), {A}, to_apply=%add
-  ROOT %r.2 = f32[64]{{0}} all-reduce(%t), {B}, to_apply=%add
-}}
-
-%body (l: (s32[], f32[64])) -> (s32[], f32[64]) {{
-  %l = (s32[], f32[64]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%l), index=0
-  %v = f32[64]{{0}} get-tuple-element(%l), index=1
-  %c = f32[64]{{0}} conditional(%i, %v, %v, %v), \
-branch_computations={{%f, %g, %h}}, {SCOPE}
-  %one = s32[] constant(1)
-  %j = s32[] add(%i, %one)
-  ROOT %m = (s32[], f32[64]{{0}}) tuple(%j, %c)
-}}
-
-%condition (k: (s32[], f32[64])) -> pred[] {{
-  %k = (s32[], f32[64]{{0}}) parameter(0)
-  %n = s32[] get-tuple-element(%k), index=0
-  %bound = s32[] constant(5)
-  ROOT %lt = pred[] compare(%n, %bound), direction=LT, {SCOPE}
-}}
-
-ENTRY %main (w: f32[64]) -> (s32[], f32[64]) {{
-  %w = f32[64]{{0}} parameter(0), metadata={{op_name="state.params[\\'w\\']"}}
-  %zero = s32[] constant(-2)
-  %t0 = (s32[], /*index=1*/f32[64]{{0}}) tuple(%zero, /*index=1*/%w)
-  ROOT %loop = (s32[], /*index=1*/f32[64]{{0}}) while(%t0), \
-condition=%condition, body=%body, {SCOPE}
-}}
-"""
+BRANCHES = _stored("branches")
 
 
 @pytest.mark.parametrize("order", ["%f, %g, %h", "%h, %g, %f"])
 def test_what_all_branches_have_counts_once(order):
   text = BRANCHES.replace("%f, %g, %h", order)
-  common, other = sorted(_read(text), key=lambda c: c.axes)
+  common, other = sorted(collectives(text, MESH), key=lambda c: c.axes)
   assert (common.axes, common.in_conditional) == (("a",), False)
   assert (other.axes, other.in_conditional) == (("b",), True)
   assert (common.executions, other.executions) == (7, 7)
@@ -270,18 +189,26 @@ def test_what_all_branches_have_counts_once(order):
   ],
 )
 def test_turns_of_a_loop(text, turns):
-  found = _read(text)
+  found = collectives(text, MESH)
   assert {c.executions for c in found} == {1 if turns is None else turns}
   assert {c.trip_count_known for c in found} == {turns is not None}
   assert ("is unknown" in str(found[0])) == (turns is None)
 
 
 MIXED = """\
-ENTRY %main (a: s4[33], b: f32[<=8,2], c: bf16[64]) -> (s4[33], f32[<=8,2], bf16[64]) {
+HloModule jit_step, is_scheduled=true, num_partitions=SIZE
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (a: s4[33], b: f32[<=8,2], c: pred[7]) -> (s4[33], f32[<=8,2], pred[7]) {
   %a = s4[33]{0:E(4)} parameter(0)
-  %b = f32[<=8,2]{1,0} parameter(1)
-  %c = bf16[64]{0} parameter(2)
-  ROOT %all = (s4[33]{0:E(4)}, f32[<=8,2]{1,0}, /*index=2*/bf16[64]{0}) all-reduce(%a, %b, /*index=2*/%c), GROUPS, to_apply=%add
+  %b = f32[<=8,2]{1,0:T(2,128)} parameter(1)
+  %c = pred[7]{0} parameter(2)
+  ROOT %all = (s4[33]{0:E(4)}, f32[<=8,2]{1,0:T(2,128)}, /*index=2*/pred[7]{0}) all-reduce(%a, %b, /*index=2*/%c), GROUPS, to_apply=%add
 }
 """
 
@@ -319,65 +246,16 @@ ENTRY %main (a: s4[33], b: f32[<=8,2], c: bf16[64]) -> (s4[33], f32[<=8,2], bf16
   ],
 )
 def test_axes_of_groups(mesh, groups, axes):
-  (found,) = _read(MIXED.replace("GROUPS", groups), mesh)
-  nbytes = 17 + 64 + 128
+  text = MIXED.replace("SIZE", str(mesh.size)).replace("GROUPS", groups)
+  (found,) = collectives(text, mesh)
+  nbytes = 17 + 64 + 7
   assert (found.operand_bytes, found.result_bytes) == (nbytes, nbytes)
-  assert [x.dtype for x in found.operands] == ["s4", "f32", "bf16"]
+  assert [x.dtype for x in found.operands] == ["s4", "f32", "pred"]
   assert found.axes == axes
 
 
-# Asynchronous collectives in the form of XLA's GPU and generic texts, written
-# by hand.
-GPU = """\
-HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, \
-may-alias) }, entry_computation_layout={()->()}, num_partitions=8
-
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}
-
-%async_computation (p: f32[64]) -> f32[8] {
-  %p = f32[64]{0} parameter(0)
-  ROOT %reduce-scatter.1 = f32[8]{0} reduce-scatter(%p), channel_id=3, \
-replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add, \
-metadata={op_name="jit(step)/transpose(jvp(M))/dot" \
-source_file="/home/user/train.py" source_line=5}
-}
-
-ENTRY %main (w: f32[8], x: f32[64]) -> (f32[8], f32[]) {
-  %w = f32[8]{0} parameter(0), metadata={op_name="state.params[\\'w\\']"}
-  %x = f32[64]{0} parameter(1), metadata={op_name="batch"}
-  %gather = (f32[8]{0}, f32[64]{0}) all-gather-start(%w), channel_id=1, \
-replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="jit(step)/jvp(M)"}
-  %gathered = f32[64]{0} all-gather-done(%gather)
-  %permute = (f32[64]{0}, f32[64]{0}) collective-permute-start(%x), \
-channel_id=2, source_target_pairs={{0,4},{4,0},{1,5},{5,1}}, \
-metadata={op_name="jit(step)/jvp(M)"}
-  %permuted = f32[64]{0} collective-permute-done(%permute)
-  %half = bf16[64]{0} custom-call(%gathered, %permuted), \
-custom_call_target="__cublas$gemm"
-  %grad = f32[64]{0} convert(%half)
-  %scatter = ((f32[64]{0}), f32[8]{0}) async-start(%grad), \
-calls=%async_computation
-  %scattered = f32[8]{0} async-done(%scatter)
-  %fused = ((f32[64]{0}), f32[8]{0}, s32[]) fusion-start(%x), kind=kCustom, \
-calls=%async_computation
-  %unfused = f32[8]{0} fusion-done(%fused)
-  %new = f32[8]{0} subtract(%w, %scattered)
-  %zero = f32[] constant(0)
-  %loss = f32[] reduce(%permuted, %zero), dimensions={0}, to_apply=%add
-  %start = f32[] all-reduce-start(%loss), channel_id=4, \
-replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
-  %done = f32[] all-reduce-done(%start)
-  ROOT %out = (f32[8]{0}, f32[]) tuple(%new, %done)
-}
-"""
-
-
 def test_starts_and_ends_on_gpus_count_once():
-  found = collectives(GPU, _mesh((2, 4), ("node", "gpu")))
+  found, _ = _read_stored("gpu", _mesh((2, 4), ("node", "gpu")))
   both = ("node", "gpu")
   rows = [(c.kind, c.operand_bytes, c.result_bytes, c.axes) for c in found]
   assert sorted(rows) == [
