@@ -11,181 +11,107 @@ from tree_equality import assert_trees_close
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard.state import nnx_adapter
+from flaxshard.partitioning import FSDP
 
-X = np.array(
-  [[1.0, 2.0, -1.0], [0.5, -0.25, 3.0], [-2.0, 1.0, 0.0], [0.1, 0.2, 0.3]],
-  np.float32,
-)
-SGD = optax.sgd(0.5)
+P = jax.sharding.PartitionSpec
+STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+X = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
+TX = optax.sgd(0.5, momentum=0.9)
 
 
 class Net(nnx.Module):
-  def __init__(self, rngs):
-    self.dense = nnx.Linear(3, 8, rngs=rngs)
+  def __init__(self, rngs, names=None, is_remat=False):
+    init = nnx.initializers.lecun_normal()
+    if names:
+      init = nnx.with_partitioning(init, names)
+    self.dense = nnx.Linear(16, 8, kernel_init=init, rngs=rngs)
     self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
     self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.raw = nnx.data(jnp.ones(8))
+    self.is_remat = is_remat
 
   def __call__(self, x):
-    return self.drop(self.norm(self.dense(x)))
+    call = lambda module, x: module(x)
+    normalize = nnx.remat(call) if self.is_remat else call
+    return self.drop(normalize(self.norm, self.dense(x))) * self.raw
 
   def twice(self, x, factor=2.0):
     return self.dense(x) * factor
 
 
-def make(seed=0):
-  return Net(nnx.Rngs(seed))
+def make(seed=0, **kwargs):
+  return Net(nnx.Rngs(seed), **kwargs)
 
 
-def test_collections_of_other_variables():
-  class Kept(nnx.Variable):
-    pass
-
-  class Module(nnx.Module):
-    def __init__(self):
-      self.w = nnx.Param(jnp.ones(2))
-      self.kept = Kept(jnp.full(2, 3.0))
-      self.cache = nnx.Cache(jnp.zeros(1))
-      self.layers = nnx.List([nnx.Param(jnp.full(1, 5.0))])
-
-  _, variables = nnx_adapter.split(Module())
-  assert float(variables["Kept"]["kept"][0]) == 3.0
-  assert float(variables["cache"]["cache"][0]) == 0.0
-  # The index of a list is a string key.
-  assert float(variables["params"]["layers"]["0"][0]) == 5.0
+def create(model, rng=None, **kwargs):
+  return fs.create_train_state(model, rng, None, TX, **kwargs)
 
 
-def test_calls_are_equal_to_calls_of_the_module():
-  module, same = make(), make()
-  apply_fn, variables = nnx_adapter.split(module)
+def split(module):
+  """Returns the apply function of a state, and its variables."""
+  state = create(module)
+  return state.apply_fn, fs.merge_lora(state)
+
+
+def assert_close(a, b):
+  np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# Calls.
+
+
+@pytest.mark.parametrize("is_remat", [False, True])
+def test_calls_are_equal_to_calls_of_the_module(is_remat):
+  module, same = make(is_remat=is_remat), make()
+  apply_fn, variables = split(module)
   before = jax.tree.map(np.array, variables["params"])
   out, new = jax.jit(lambda v, x: apply_fn(v, x, mutable=True))(variables, X)
-  np.testing.assert_allclose(out, same(X), rtol=1e-5, atol=1e-6)
-  assert set(new) == {"batch_stats", "rngs"}
-  _, wanted = nnx_adapter.split(same)
-  assert_trees_close(new["batch_stats"], wanted["batch_stats"])
-  assert_trees_close(new["rngs"], wanted["rngs"])
+  assert_close(out, same(X))
+  assert set(new) == {"batch_stats", "rngs", "arrays"}
+  _, wanted = split(same)
+  assert_trees_close(new, {name: wanted[name] for name in new})
   # Neither the module nor the variables have changed.
-  assert_trees_close(variables, nnx_adapter.split(module)[1])
+  assert_trees_close(variables, split(module)[1])
   assert_trees_equal(variables["params"], before)
   # The second call has another dropout mask, as a second call of the module.
-  out2, _ = apply_fn({**variables, **new}, X, mutable=True)
-  np.testing.assert_allclose(out2, same(X), rtol=1e-5, atol=1e-6)
-  assert ((np.asarray(out2) == 0) != (np.asarray(out) == 0)).any()
+  again, _ = apply_fn({**variables, **new}, X, mutable=True)
+  assert_close(again, same(X))
+  assert ((np.asarray(again) == 0) != (np.asarray(out) == 0)).any()
 
 
-def test_mode():
-  module, same = make(), make()
-  apply_fn, variables = nnx_adapter.split(module)
+@pytest.mark.parametrize("is_remat", [False, True])
+def test_mode(is_remat):
+  module, same = make(is_remat=is_remat), make(is_remat=is_remat)
+  apply_fn, variables = split(module)
   out = apply_fn(variables, X, mode="eval")
   same.eval()
-  np.testing.assert_allclose(out, same(X), rtol=1e-5, atol=1e-6)
+  assert_close(out, same(X))
   # No dropout, and normalization by the running averages.
-  np.testing.assert_allclose(
-    out, module.dense(X) / np.sqrt(1 + 1e-5), rtol=1e-4, atol=1e-5
-  )
+  assert_close(out, module.dense(X) / np.sqrt(1 + 1e-5))
+  _, new = apply_fn(variables, X, mode="eval", mutable=True)
+  assert_trees_equal(new["batch_stats"], variables["batch_stats"])
   # Without `mode`, the module keeps the mode that it was split in.
-  apply_eval, eval_variables = nnx_adapter.split(same)
-  np.testing.assert_allclose(apply_eval(eval_variables, X), out, rtol=1e-6)
+  apply_eval, eval_variables = split(same)
+  assert_close(apply_eval(eval_variables, X), out)
   trained, _ = apply_eval(eval_variables, X, mode="train", mutable=True)
-  np.testing.assert_allclose(trained, make()(X), rtol=1e-5, atol=1e-6)
+  assert_close(trained, make()(X))
+  # Arrays outside of variables are a collection.
+  variables["arrays"] = {"raw": jnp.full(8, 7.0)}
+  assert_close(apply_fn(variables, X, mode="eval"), 7 * out)
 
 
-def test_change_of_an_immutable_collection_raises():
-  apply_fn, variables = nnx_adapter.split(make())
-  with pytest.raises(
-    ValueError, match=r"rngs\[drop/rngs/count\].*mutable=\['rngs'\]"
-  ):
-    apply_fn(variables, X, mutable=["batch_stats"])
-  with pytest.raises(ValueError, match=r"batch_stats\[norm/mean\]"):
-    apply_fn(variables, X, mutable="rngs")
-  with pytest.raises(ValueError, match=r"rngs\[drop"):
-    jax.jit(lambda v: apply_fn(v, X))(variables)
-
-
-class Nested(nnx.Module):
-  def __init__(self):
-    self.tree = nnx.Param({"a": jnp.ones(3), "b": {"c": jnp.full(3, 2.0)}})
-    self.w = nnx.Param(jnp.full(3, 5.0))
-
-  def __call__(self, x):
-    tree = self.tree.get_value()
-    return (x * tree["a"] + tree["b"]["c"]) * self.w[...]
-
-
-def test_parameter_that_is_a_tree():
-  state = fs.create_train_state(
-    Nested(), None, None, optax.sgd(0.5), wrappers=[fs.LossScale("dynamic")]
-  )
-  paths = [
-    jax.tree_util.keystr(path, simple=True, separator="/")
-    for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
-  ]
-  assert sorted(paths) == ["tree/a", "tree/b/c", "w"]
-  x = np.ones(3, np.float32)
-  loss_fn = lambda p: state.apply_fn({"params": p}, x).sum()
-  step = jax.jit(lambda s: s.minimize(loss_fn))
-  new, loss = step(state)
-  assert float(loss) == 45.0
-  np.testing.assert_array_equal(new.params["tree"]["a"], [-1.5] * 3)
-  np.testing.assert_array_equal(new.params["tree"]["b"]["c"], [-0.5] * 3)
-  np.testing.assert_array_equal(new.params["w"], [3.5] * 3)
-  with compilations.count() as compiled:
-    step(new)
-  assert compiled.total == 0
-
-
-class Stateless(nnx.Module):
-  def __init__(self, rngs):
-    self.dense = nnx.Linear(3, 2, rngs=rngs)
-    self.norm = nnx.BatchNorm(2, rngs=rngs)
-    self.raw = nnx.data(jnp.ones(2))
-
-  def __call__(self, x):
-    return self.norm(self.dense(x)) * self.raw
-
-
-def apply_ones(state):
-  return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
-
-
-def test_bare_arrays():
-  state = fs.create_train_state(Stateless(nnx.Rngs(0)), None, None, SGD)
-  assert set(state.params) == {"dense", "norm"}
-  variables = {"params": state.params, "batch_stats": state.batch_stats}
-  call = lambda **arrays: state.apply_fn(variables | arrays, X, mode="eval")
-  sevenfold = call(arrays={"raw": jnp.full(2, 7.0)})
-  np.testing.assert_allclose(sevenfold, 7 * call(arrays=state.arrays), 1e-6)
-  with pytest.raises(ValueError, match="'arrays'"):
-    call()
-
-
-def test_donating_the_state_keeps_the_arrays_of_the_module():
-  module = Stateless(nnx.Rngs(0))
-  kernel = np.array(module.dense.kernel[...])
-  state = fs.create_train_state(module, None, None, SGD)
-  new = jax.jit(apply_ones, donate_argnums=0)(state)
-  assert state.params["dense"]["kernel"].is_deleted()
-  for leaf in jax.tree.leaves(nnx.state(module)):
-    assert not leaf.is_deleted()
-  np.testing.assert_array_equal(module.dense.kernel[...], kernel)
-  np.testing.assert_allclose(
-    new.params["dense"]["kernel"], kernel - 0.5, rtol=1e-6
-  )
-
-
-def test_states_of_one_class_share_a_compiled_step():
-  # A second module from the same class is equal for jit.
-  one, two = (
-    fs.create_train_state(Stateless(nnx.Rngs(seed)), None, None, SGD)
-    for seed in (0, 1)
-  )
-  step = jax.jit(apply_ones)
-  new = step(one)
-  with compilations.count() as compiled:
-    step(two)
-    step(new)
-  assert compiled.total == 0
+@pytest.mark.parametrize(
+  ("mutable", "words"),
+  [
+    (False, r"rngs\[drop"),
+    (["batch_stats"], r"rngs\[drop/rngs/count\].*mutable=\['rngs'\]"),
+    ("rngs", r"batch_stats\[norm/mean\]"),
+  ],
+)
+def test_change_of_an_immutable_collection_raises(mutable, words):
+  apply_fn, variables = split(make())
+  with pytest.raises(ValueError, match=words):
+    jax.jit(lambda v: apply_fn(v, X, mutable=mutable))(variables)
 
 
 @pytest.mark.parametrize(
@@ -199,39 +125,125 @@ def test_states_of_one_class_share_a_compiled_step():
 )
 def test_method(args, kwargs, factor):
   module = make()
-  apply_fn, variables = nnx_adapter.split(module)
+  apply_fn, variables = split(module)
   out = apply_fn(variables, X, *args, **kwargs)
   np.testing.assert_allclose(out, module.dense(X) * factor, rtol=1e-5)
 
 
-class RematInside(nnx.Module):
-  """Rematerializes the layer that has running averages."""
+# States.
 
-  def __init__(self, rngs):
-    self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+
+class Kept(nnx.Variable):
+  pass
+
+
+class OfManyKinds(nnx.Module):
+  def __init__(self):
+    self.tree = nnx.Param({"a": jnp.ones(3), "b": {"c": jnp.full(3, 2.0)}})
+    self.layers = nnx.List([nnx.Param(jnp.full(3, 5.0))])
+    self.kept = Kept(jnp.full(2, 3.0))
+    self.cache = nnx.Cache(jnp.zeros(1))
 
   def __call__(self, x):
-    return nnx.remat(lambda module, x: module(x))(self.norm, x)
+    tree = self.tree.get_value()
+    return (x * tree["a"] + tree["b"]["c"]) * self.layers[0][...]
 
 
-def test_remat_with_batch_norm():
-  module = RematInside(nnx.Rngs(0))
-  apply_fn, variables = nnx_adapter.split(module)
-  assert set(variables) == {"params", "batch_stats"}
-  # In the mode "eval" the batch statistics are constant.
-  out = apply_fn(variables, X[:2], mode="eval")
-  both, new = apply_fn(variables, X[:2], mode="eval", mutable=True)
-  np.testing.assert_array_equal(out, both)
-  assert_trees_close(new["batch_stats"], variables["batch_stats"])
-  # In training they are equal to those of a call of the module.
-  trained, new = apply_fn(variables, X[:2], mutable=["batch_stats"])
-  np.testing.assert_allclose(trained, module(X[:2]), rtol=1e-5, atol=1e-6)
-  wanted = nnx_adapter.split(module)[1]["batch_stats"]
-  assert_trees_close(new["batch_stats"], wanted)
-  assert not np.allclose(
-    new["batch_stats"]["norm"]["mean"], variables["batch_stats"]["norm"]["mean"]
+def test_variables_of_many_kinds():
+  state = create(OfManyKinds(), wrappers=[fs.LossScale("dynamic")])
+  assert float(state.Kept["kept"][0]) == 3.0
+  assert float(state.cache["cache"][0]) == 0.0
+  variables = fs.merge_lora(state)
+
+  def loss_fn(params):
+    x = np.ones(3, np.float32)
+    return state.apply_fn(variables | {"params": params}, x).sum()
+
+  step = jax.jit(lambda s: s.minimize(loss_fn))
+  new, loss = step(state)
+  assert float(loss) == 45.0
+  # The index of a list is a string, as Orbax restores it.
+  assert jax.tree.map(np.ndarray.tolist, jax.device_get(new.params)) == {
+    "tree": {"a": [-1.5] * 3, "b": {"c": [-0.5] * 3}},
+    "layers": {"0": [3.5] * 3},
+  }
+  with compilations.count() as compiled:
+    step(new)
+  assert compiled.total == 0
+
+
+def test_states_share_a_compiled_step_and_no_arrays_with_their_module():
+  module = make()
+  kernel = np.array(module.dense.kernel[...])
+  # A second module from the same class is equal for jit.
+  state, other = create(module), create(make(1))
+  step = jax.jit(
+    lambda s: s.apply_gradients(grads=jax.tree.map(jnp.ones_like, s.params)),
+    donate_argnums=0,
   )
-  module.eval()
+  new = step(state)
+  assert state.params["dense"]["kernel"].is_deleted()
+  assert not any(x.is_deleted() for x in jax.tree.leaves(nnx.state(module)))
+  np.testing.assert_array_equal(module.dense.kernel[...], kernel)
   np.testing.assert_allclose(
-    apply_fn({**variables, **new}, X[:2], mode="eval"), module(X[:2]), rtol=1e-5
+    new.params["dense"]["kernel"], kernel - 0.5, rtol=1e-6
   )
+  with compilations.count() as compiled:
+    step(other)
+    step(new)
+  assert compiled.total == 0
+
+
+# On a mesh, and abstractly.
+
+
+def specs(tree):
+  """Returns the non-empty specs by path."""
+  leaves = jax.tree.leaves_with_path(tree)
+  found = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): x.sharding.spec
+    for path, x in leaves
+    if x.committed
+  }
+  assert len(found) == len(leaves)
+  return {path: spec for path, spec in found.items() if spec != P()}
+
+
+@pytest.mark.parametrize("is_instance", [False, True])
+def test_metadata_rules_and_values(is_instance):
+  model, rng = lambda rngs: Net(rngs, (None, "model")), jax.random.key(0)
+  if is_instance:
+    with jax.set_mesh(STRATEGY.mesh):
+      model = model(nnx.Rngs(rng))
+  state = create(model, rng, strategy=STRATEGY)
+  assert specs(state.params) == {"dense/kernel": P(None, "model")}
+  state = create(model, rng, strategy=STRATEGY, rules=FSDP(min_size=64))
+  split_like_the_kernel = ("params", "opt_state/0/trace")
+  assert specs(state) == {
+    f"{field}/dense/kernel": P("replica", "model")
+    for field in split_like_the_kernel
+  }
+  plain = create(lambda rngs: Net(rngs), rng)
+  assert_trees_close(state.replace(apply_fn=None), plain.replace(apply_fn=None))
+  outputs = [
+    s.apply_fn(fs.merge_lora(s), X, mutable=True)[0] for s in (state, plain)
+  ]
+  assert_close(*outputs)
+
+
+@pytest.mark.parametrize("strategy", [None, STRATEGY], ids=["", "mesh"])
+def test_abstract_state_equals_the_concrete_state(strategy):
+  model = make() if strategy is None else lambda rngs: Net(rngs, ("model",))
+  rng = jax.random.key(0)
+  concrete = create(model, rng, strategy=strategy)
+  with compilations.count() as compiled:
+    state = create(model, rng, strategy=strategy, abstract=True)
+  assert compiled.total == 0
+  describe = lambda x: (x.shape, x.dtype, x.sharding)
+  # NNX functions create new initializers at each call, so apply_fn differs.
+  wanted = jax.tree.map(describe, concrete.replace(apply_fn=None))
+  assert jax.tree.map(describe, state.replace(apply_fn=None)) == wanted
+  # An abstract module is enough.
+  module = nnx.eval_shape(lambda: make())
+  shapes = lambda state: jax.tree.map(lambda x: x.shape, state.params)
+  assert shapes(create(module, abstract=True)) == shapes(state)
