@@ -240,7 +240,7 @@ def test_named_tuple_is_one_argument():
   batch = Batch(X, np.ones((2, 1), np.float32))
   wanted = TakesBatch().init(KEY, batch)["params"]
   for sample_input in (batch, (batch,)):
-    state = make(TakesBatch(), x=sample_input)
+    state = make(TakesBatch(), x=sample_input, rules=())
     assert_trees_close(state.params, wanted)
 
 

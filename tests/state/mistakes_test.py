@@ -1,0 +1,175 @@
+"""Mistakes in the use of a TrainState: the message names what to write."""
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from quadratic_states import create
+from quadratic_states import make_params
+from quadratic_states import quadratic
+
+import flaxshard as fs
+
+DYNAMIC = (fs.LossScale("dynamic"),)
+SUM = (fs.CrossShard("sum"),)
+STATS = {"mean": jnp.zeros(2)}
+HALF = {"mean": jnp.zeros(2, jnp.float16)}
+GRADS = make_params()
+NONE = {"w": np.zeros(2, jax.dtypes.float0), "b": {"c": None}}
+LOOKAHEAD = optax.LookaheadParams.init_synced(make_params())
+PAIR = (1.0, "b/c")
+ADAM, LBFGS = optax.adam(0.1), optax.lbfgs()
+POLYAK = optax.chain(optax.clip(1.0), optax.polyak_sgd())
+
+
+def apply(state=None, **kwargs):
+  state = state or create(DYNAMIC, batch_stats=STATS)
+  return state.apply_gradients(**{"grads": GRADS, **kwargs})
+
+
+def apply_plain(*args, **kwargs):
+  return create().apply_gradients(*args, **kwargs)
+
+
+def differentiate(loss_fn, **kwargs):
+  return create(DYNAMIC).value_and_grad(loss_fn, **kwargs)
+
+
+def minimize(tx=None, wrappers=(), **kwargs):
+  return create(wrappers, tx=tx).minimize(quadratic, **kwargs)
+
+
+def search_lines_in_replicas():
+  strategy = fs.Strategy()
+  state = create(tx=LBFGS, strategy=strategy)
+  strategy.run(lambda s: s.minimize(quadratic)[0], (state,))
+
+
+def slot(parameter, name="m"):
+  return create(tx=ADAM).get_slot(parameter, name)
+
+
+# The model.
+
+
+class NoParams(nn.Module):
+  def __call__(self, x):
+    return x
+
+
+class TakenName(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    self.variable("step", "count", lambda: jnp.zeros(()))
+    return nn.Dense(1)(x)
+
+
+class Empty(nnx.Module):
+  pass
+
+
+X = jnp.ones((2, 3))
+DENSE = nn.Dense(1)
+NORM = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+
+def make(model, **kwargs):
+  tx = optax.sgd(0.1)
+  return fs.create_train_state(model, jax.random.key(0), X, tx, **kwargs)
+
+
+def lora(rank=4, **kwargs):
+  return make(DENSE, lora=fs.LoRA(rank, **kwargs))
+
+
+def call(state, name):
+  """Differentiates with parameters alone, where there are other variables."""
+  loss_fn = lambda params: state.apply_fn({"params": params}, X).sum()
+  return getattr(state, name)(loss_fn)
+
+
+MISTAKES = [
+  # The creation.
+  (lambda: create(tx=optax.adam), TypeError, r"tx .*adam\(1e-3\)"),
+  (lambda: create(tx="adam"), TypeError, "tx .*'adam'"),
+  (lambda: create([fs.LoRA(2)]), TypeError, "lora="),
+  (lambda: create(batch_stats={"m": "x"}), TypeError, r"batch_stats\[m\]"),
+  (lambda: create(wrapers=DYNAMIC), TypeError, "wrapers"),
+  (lambda: create(step=STATS), ValueError, "'step'"),
+  (lambda: create(minimize=STATS), ValueError, "'minimize'"),
+  (lambda: create(strategy=3), TypeError, "strategy .*3"),
+  (lambda: create(params=LOOKAHEAD), TypeError, r"params\.fast"),
+  # The model.
+  (lambda: make(nn.Dense), TypeError, "model .*Dense"),
+  (lambda: make({"w": 1}), TypeError, "model"),
+  (lambda: make(lambda rngs: 3), TypeError, "model"),
+  (lambda: make(NoParams()), ValueError, "NoParams has no parameters"),
+  (lambda: make(Empty()), ValueError, "Empty.*params"),
+  (lambda: make(TakenName()), ValueError, "'step'"),
+  (lambda: make(DENSE, trian=False), TypeError, "trian"),
+  (lambda: make(lambda r: Empty(), wrapers=[]), TypeError, "wrapers"),
+  (lambda: make(DENSE, rules="fsdp"), ValueError, "fsdp.*strategy"),
+  # The parameters that LoRA trains.
+  (lambda: lora(rank=0), ValueError, "rank"),
+  (lambda: lora(patterns=("kernal",)), ValueError, "'kernel'"),
+  (lambda: lora(patterns=("bias",)), ValueError, r"bias, float32 \(1,\)"),
+  (lambda: lora(train=("kernel",)), ValueError, "kernel is .*train="),
+  (lambda: lora(batch_dims=(("x", 1),)), ValueError, r"dims\[0\]='x'.*kernel"),
+  (lambda: lora(batch_dims=(("k", 2),)), ValueError, "kernel.* 2 batch dim"),
+  (lambda: call(lora(), "value_and_grad"), ValueError, "'frozen': state.froz"),
+  (lambda: call(lora(), "minimize"), ValueError, "'frozen': state.frozen"),
+  (lambda: call(make(NORM), "minimize"), ValueError, "given are.*batch_stats"),
+  # The loss.
+  (lambda: differentiate(lambda p: (quadratic(p), 1)), TypeError, "has_aux"),
+  (lambda: differentiate(quadratic, has_aux=True), TypeError, "loss, aux"),
+  (lambda: differentiate(lambda p: None), TypeError, "loss_fn .*None"),
+  (lambda: differentiate(lambda p: p["w"]), ValueError, r"scalar.*\[2\]"),
+  # Gradients, and what is replaced with them.
+  (lambda: apply(grads=NONE), ValueError, "b/c, w"),
+  (lambda: apply(grads={"w": jnp.ones(2)}), ValueError, "grads .*b/c"),
+  (lambda: apply(grads=(1.0, GRADS)), ValueError, r"\(loss, grads\)"),
+  (lambda: apply(batch_stat=STATS), TypeError, "'batch_stat'.*batch_stats"),
+  (lambda: apply(step=1), TypeError, "'step'"),
+  (lambda: apply(learning_rate=1), TypeError, "'learning_rate'"),
+  (lambda: apply(batch_stats={"n": 1.0}), ValueError, "batch_stats.*mean"),
+  (
+    lambda: apply(batch_stats=HALF),
+    ValueError,
+    "batch_stats.*float16.*float32",
+  ),
+  (lambda: apply(create(tx=POLYAK)), TypeError, "value"),
+  # TensorFlow's surface: pairs, var_list, grad_loss and slots.
+  (lambda: apply_plain(grads=[]), ValueError, "No gradients.*b/c, w"),
+  (lambda: apply_plain([PAIR, PAIR]), ValueError, "pair 1.*twice"),
+  (lambda: apply_plain([(1.0, "b/d")]), ValueError, "pair 0.*'b/d'.*b/c"),
+  (lambda: apply_plain([(1.0, "w")]), ValueError, r"w.*shape \(\).*\(2,\)"),
+  (lambda: apply_plain([(1.0, GRADS["w"])]), TypeError, "grads=grads"),
+  (lambda: apply_plain(GRADS), TypeError, "grads=grads"),
+  (lambda: apply_plain([PAIR], 0), TypeError, "grads=grads"),
+  (lambda: apply_plain([PAIR], global_step=0), TypeError, "global_step"),
+  (lambda: minimize(var_list=[]), ValueError, "at least one"),
+  (lambda: minimize(var_list="kernel"), TypeError, "sequence.*kernel"),
+  (lambda: minimize(var_list=[1]), TypeError, r"var_list\[0\].*1"),
+  (lambda: minimize(var_list=["w", "b/d"]), ValueError, "'b/d'.*b/c"),
+  (lambda: minimize(LBFGS, var_list=["w"]), ValueError, "value_fn"),
+  (lambda: minimize(grad_loss=X), ValueError, r"\(2, 3\) of grad_loss.*\[\]"),
+  (lambda: minimize(aggregation="avg"), ValueError, "aggregation.*avg"),
+  (lambda: minimize(LBFGS, aggregation="sum"), ValueError, "value_fn"),
+  (lambda: minimize(None, SUM, aggregation="sum"), ValueError, "cross_shard"),
+  (search_lines_in_replicas, ValueError, "value_fn"),
+  (lambda: minimize(gate_gradients="grpah"), ValueError, "'graph'"),
+  (lambda: minimize(gate_gradients=2), TypeError, "'graph'"),
+  (lambda: slot("W"), ValueError, "'W'.*b/c, w"),
+  (lambda: slot(0), ValueError, "parameter=0 matches no parameter"),
+  (lambda: slot(jnp.ones(2)), ValueError, "b/c"),
+  (lambda: slot("w", "mv"), ValueError, "'m', 'v'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), MISTAKES)
+def test_mistakes(call, error, words):
+  with pytest.raises(error, match=f"(?s){words}"):
+    call()
