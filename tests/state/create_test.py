@@ -225,22 +225,29 @@ def test_abstract_state_equals_the_concrete_state(kwargs):
 # Inputs and keyword arguments of models.
 
 
+class Computes(nn.Module):
+  """Calls `layer`; may declare a precision."""
+
+  layer: Callable[..., Any] = lambda x: nn.Dense(2)(x)
+  policy: Any = None
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    return self.layer(x).astype(jnp.float32)
+
+
 class Batch(NamedTuple):
   image: Any
   weight: Any
 
 
-class TakesBatch(nn.Module):
-  @nn.compact
-  def __call__(self, batch):
-    return nn.Dense(2)(batch.image) * batch.weight
-
-
 def test_named_tuple_is_one_argument():
   batch = Batch(X, np.ones((2, 1), np.float32))
-  wanted = TakesBatch().init(KEY, batch)["params"]
+  model = Computes(lambda batch: nn.Dense(2)(batch.image) * batch.weight)
+  wanted = model.init(KEY, batch)["params"]
   for sample_input in (batch, (batch,)):
-    state = make(TakesBatch(), x=sample_input, rules=())
+    state = make(model, x=sample_input, rules=())
     assert_trees_close(state.params, wanted)
 
 
@@ -269,18 +276,6 @@ def test_flags_and_arrays_by_name(strategy):
 
 
 # The precision in which a model computes, and the scale of its loss.
-
-
-class Computes(nn.Module):
-  """Its precision is that of a layer, or that of its fields."""
-
-  layer: Callable[..., Any] = lambda x: nn.Dense(2)(x)
-  policy: Any = None
-  dtype: Any = None
-
-  @nn.compact
-  def __call__(self, x):
-    return self.layer(x).astype(jnp.float32)
 
 
 class InnerNNX(nnx.Module):

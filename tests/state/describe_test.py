@@ -19,7 +19,9 @@ def abstract(shape, *spec, dtype="float32"):
 def test_table_of_a_tree():
   tree = {
     "embed": abstract((1024, 512), "model"),
+    "host": np.zeros(4, np.float32),
     "kernel": abstract((512, 512), "replica", "model"),
+    "one": jax.device_put(np.zeros(256, np.int8), jax.devices()[1]),
     "scale": abstract((512,)),
     "step": abstract((), dtype="int32"),
     "table": abstract((512, 1024)),
@@ -27,14 +29,19 @@ def test_table_of_a_tree():
   wanted = """\
 tree      shape        dtype    spec                   per device    whole
   embed   (1024, 512)  float32  P('model')                1.0 MiB  2.0 MiB
+  host    (4,)         float32  not placed                    0 B     16 B
   kernel  (512, 512)   float32  P('replica', 'model')   128.0 KiB  1.0 MiB
+  one     (256,)       int8     cpu:1                       256 B    256 B
   scale   (512,)       float32  P()                       2.0 KiB  2.0 KiB
   step    ()           int32    P()                           4 B      4 B
   table   (512, 1024)  float32  P()                     * 2.0 MiB  2.0 MiB
   total                                                   3.1 MiB  5.0 MiB
-arrays: 5, 5.0 MiB in all; devices: 8, at most 3.1 MiB on each
+arrays: 7, 5.0 MiB in all; devices: 8, at most 3.1 MiB on each
 * at least 1.0 MiB, replicated over several devices"""
-  assert str(STRATEGY.describe(tree)) == wanted
+  description = STRATEGY.describe(tree)
+  assert str(description) == wanted
+  # Of the fullest device.
+  assert description.bytes_per_device == 2**20 * 3 + 2**17 + 2**11 + 4 + 256
 
 
 def test_bytes_of_a_train_state():
@@ -51,55 +58,29 @@ def test_bytes_of_a_train_state():
   found = {(r.group, r.path): (r.nbytes, r.spec) for r in description.rows}
   assert len(found) == 10
   assert found["step", "step"] == (4, "P()")
-  assert found["params", "w"] == (128, "P(None, 'model')")
-  assert found["opt_state", "0/mu/w"] == found["params", "w"]
+  assert found["opt_state", "0/mu/w"] == (128, "P(None, 'model')")
   assert found["wrapper_states", "loss_scale/scale"] == (4, "P()")
   assert description.nbytes == 440 and description.bytes_per_device == 248
 
 
-def test_arrays_on_other_devices_and_on_none():
-  one, two = jax.devices()[:2]
-  tree = {
-    "a": jax.device_put(np.zeros(8, np.float32), one),
-    "b": jax.device_put(np.zeros(4, np.float32), two),
-    "c": jax.device_put(np.zeros(6, np.int8), two),
-    "host": np.zeros(4, np.float32),
-    "number": 1.0,
-  }
-  description = STRATEGY.describe(tree)
-  specs = [row.spec for row in description.rows]
-  assert specs == ["cpu:0", "cpu:1", "cpu:1", "not placed", "not placed"]
-  # Of the fullest device.
-  assert description.bytes_per_device == 32
-  assert description.nbytes == 54 + 16 + 4 and description.num_devices == 2
-
-
-def test_repr():
+def test_repr_of_a_state():
   state = fs.TrainState.create(
     apply_fn=None,
     params={"bias": jnp.zeros(3), "kernel": jnp.ones((2, 3))},
     tx=optax.adam(0.1),
-    wrappers=[fs.LossScale("dynamic")],
     rngs={"key": jax.random.key(0)},
   )
   with jax.transfer_guard("disallow"):
     text = repr(state)
-  for part in (
-    "TrainState(\n  step: 1 array, 4 B\n    step  int32[] 0\n",
-    "  params: 2 arrays, 36 B\n    bias  float32[3]\n    kernel  float",
-    "    loss_scale/scale  float32[] 32768.0\n",
-    "    key  key<fry>[]\n",
-    "LossScale(scale='dynamic'",
-  ):
-    assert part in text
+  assert "  params: 2 arrays, 36 B\n    bias  float32[3]\n    kernel" in text
   # Functions without their addresses, which differ in every run.
   assert "0x" not in text
   # Without values: traced, abstract, deleted, or no arrays.
   seen = []
   jax.jit(lambda s: seen.append(repr(s)))(state)
   assert seen == [repr(jax.eval_shape(lambda: state))]
-  assert "params={'bias': 'rank 1'" in repr(
-    jax.tree.map(lambda x: f"rank {x.ndim}", state)
+  assert "params={'bias': '1'," in repr(
+    jax.tree.map(lambda x: str(x.ndim), state)
   )
   jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)(state)
   assert "int32[] deleted" in repr(state)

@@ -1,7 +1,5 @@
 """States whose groups of replicas diverge."""
 
-import tempfile
-
 import grouped
 import jax
 import jax.numpy as jnp
@@ -15,9 +13,6 @@ from flaxshard.state import replica_groups
 
 P = jax.sharding.PartitionSpec
 
-pytestmark = pytest.mark.filterwarnings("ignore:CrossShard")
-
-
 # Values whose bits a sum over replicas would change, or whose dtype it refuses.
 ODD = {
   "zero": np.float32(-0.0),
@@ -26,78 +21,55 @@ ODD = {
   "float8": np.array([1.5, -0.0], jnp.float8_e4m3fn),
   "complex": np.array([1 - 2j, -0.0], np.complex64),
   "int8": np.array([-128, 127], np.int8),
+  "flag": np.array(True),
+  "key": jax.random.key(3),
 }
 
 
-@pytest.fixture(scope="module")
-def diverged():
-  """Returns a state of two groups, and the shards of replica 0 by leaf."""
+def shards(state):
+  """Returns the shards of each array that has a value for each group."""
+  arrays = []
+  for x in jax.tree.leaves((state.params, state.opt_state, state.odd)):
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    arrays.append(jax.random.key_data(x) if is_key else x)
+  return [x.addressable_shards for x in arrays]
+
+
+@pytest.mark.filterwarnings("ignore:CrossShard")
+def test_checkpoint_has_every_bit_of_replica_0(tmp_path, caplog):
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   split = jax.NamedSharding(strategy.mesh, P(None, "model"))
-  params = {
-    "w": jax.device_put(np.ones((5, 64), np.float32), split),
-    "b": np.ones(64, np.float32),
-  }
   state = grouped.create(
     strategy,
     fs.CrossShard("mean", ((1, 3), (0, 2))),
-    params=params,
+    params={
+      "w": jax.device_put(np.ones((5, 64), np.float32), split),
+      "b": np.ones(64, np.float32),
+    },
     tx=optax.sgd(1.0, momentum=0.9),
-    rngs={"key": jax.random.key(3), "flag": np.array(True), **ODD},
+    odd=ODD,
   )
   state, _ = strategy.run(
     grouped.train_step, args=(state, strategy.shard_batch(grouped.X))
   )
+  of_replicas = grouped.on_each(state.params["b"])
+  assert len({x.tobytes() for x in of_replicas}) == 2
   first = set(strategy.mesh.devices[0].flat)
   wanted = [
-    {
-      str(s.index): np.asarray(s.data)
-      for s in data_of(x).addressable_shards
-      if s.device in first
-    }
-    for x in jax.tree.leaves(carried(state))
+    {str(s.index): np.asarray(s.data) for s in parts if s.device in first}
+    for parts in shards(state)
   ]
-  return state, wanted
-
-
-def carried(state):
-  return state.params, state.opt_state, state.rngs
-
-
-def data_of(x):
-  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return jax.random.key_data(x) if is_key else x
-
-
-def assert_on_all_devices(state, wanted):
-  """Checks that every device has the bytes that replica 0 had."""
-  for x, parts in zip(jax.tree.leaves(carried(state)), wanted, strict=True):
-    shards = data_of(x).addressable_shards
-    assert len(shards) == 8
-    for shard in shards:
-      wanted_bytes = parts[str(shard.index)].tobytes()
-      assert np.asarray(shard.data).tobytes() == wanted_bytes
-
-
-def test_of_first_replica_keeps_every_bit(diverged) -> None:
-  state, wanted = diverged
-  for x in (state.params["b"], *jax.tree.leaves(state.opt_state)):
-    assert len({held.tobytes() for held in grouped.on_each(x)}) > 1
-  new = replica_groups.of_first_replica(state)
-  assert new.params["w"].sharding == state.params["w"].sharding
-  assert_on_all_devices(new, wanted)
-
-
-def test_checkpoint_has_the_state_of_replica_0(diverged, caplog) -> None:
-  state, wanted = diverged
-  directory = tempfile.mkdtemp()
   with caplog.at_level("INFO", "flaxshard"):
-    with fs.Checkpointer(directory) as checkpointer:
+    with fs.Checkpointer(tmp_path) as checkpointer:
       checkpointer.save(1, state)
       restored = checkpointer.restore(state)
-  assert "CrossShard" in caplog.text
-  assert "(0, 2)" in caplog.text
-  assert_on_all_devices(restored, wanted)
-  plain = ocp.StandardCheckpointer().restore(f"{directory}/1/default")
-  wanted = grouped.on_each(state.params["b"])[0]
-  np.testing.assert_array_equal(plain["params"]["b"], wanted)
+  assert "CrossShard" in caplog.text and "(0, 2)" in caplog.text
+  for new in (restored, replica_groups.of_first_replica(state)):
+    assert new.params["w"].sharding == state.params["w"].sharding
+    for parts, of_first in zip(shards(new), wanted, strict=True):
+      assert len(parts) == 8
+      for part in parts:
+        got = np.asarray(part.data).tobytes()
+        assert got == of_first[str(part.index)].tobytes()
+  plain = ocp.StandardCheckpointer().restore(tmp_path / "1" / "default")
+  np.testing.assert_array_equal(plain["params"]["b"], of_replicas[0])
