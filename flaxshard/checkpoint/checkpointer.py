@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping, Sequence
+import functools
 import json
 import logging
 import operator
@@ -177,9 +178,10 @@ class Checkpointer:
       self._damaged.update(damaged)
       return found
     # No other program saves here now.
-    where = epath.Path(self.directory)
-    own = {step: where / str(step) for step in self._manager.all_steps()}
-    return self._others | own
+    found = dict(self._others)
+    for step in self._manager.all_steps():
+      found[step] = epath.Path(self.directory) / str(step)
+    return found
 
   @property
   def restored_step(self) -> int | None:
@@ -450,7 +452,7 @@ class Checkpointer:
     self._restored_step, restored = steps.read_newest(
       self.directory,
       step,
-      lambda path: restoring.restore_step(path, state, data=data),
+      functools.partial(restoring.restore_step, state=state, data=data),
       self._paths,
       self._damaged,
     )

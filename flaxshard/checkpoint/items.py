@@ -161,9 +161,8 @@ def step_of(state: States) -> Any:
 def mesh_of(tree: Any) -> Any:
   """Returns the mesh of a tree of arrays; None if it has none."""
   for x in jax.tree.leaves(tree):
-    sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, jax.sharding.NamedSharding):
-      return sharding.mesh
+    if isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding):
+      return x.sharding.mesh
   return None
 
 

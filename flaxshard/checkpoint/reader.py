@@ -13,7 +13,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Hashable, Mapping
 import dataclasses
-import math
+import functools
+import operator
 from typing import Any, TypeVar
 
 from flax import serialization
@@ -80,13 +81,15 @@ def read(
   by_tree: Any = collections.defaultdict(dict)
   for leaf, asked in wanted.values():
     by_tree[leaf.read][leaf.key] = asked
+  found: Any = {}
+  placed: dict[_Name, jax.Array] = {}
   # Reading needs no other process.
   with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
-    found = {read: read(asked) for read, asked in by_tree.items()}
-    return {
-      name: _place(where, leaf, found[leaf.read][leaf.key], asked)
-      for name, (leaf, asked) in wanted.items()
-    }
+    for read_leaves, keys in by_tree.items():
+      found[read_leaves] = read_leaves(keys)
+    for name, (leaf, asked) in wanted.items():
+      placed[name] = _place(where, leaf, found[leaf.read][leaf.key], asked)
+  return placed
 
 
 def _place(where: Any, leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
@@ -100,9 +103,8 @@ def _place(where: Any, leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
       raise ValueError(f"{where}: {name}: {number} is not exact in {x.dtype}.")
   if not isinstance(x, jax.Array):
     # Each device gets only its part.
-    x = jax.make_array_from_callback(
-      leaf.shape, asked.sharding, lambda index: x[index]
-    )
+    read_part: Any = functools.partial(operator.getitem, x)
+    x = jax.make_array_from_callback(leaf.shape, asked.sharding, read_part)
   # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG key
   # is known only once it is read.
   if difference := trees.difference_by_path({path: x}, {path: asked}):
@@ -145,10 +147,10 @@ def open_unverified(
     return _msgpack_leaves(where)
   there = step_files.trees_in(where)
   names = step_files.PLAIN if plain_item is None else (plain_item,)
-  found = [there[name] for name in names if name in there]
+  plain = next(filter(None, map(there.get, names)), None)
   if plain_item is None and step_files.is_tree(where):
-    found = [where]
-  if not found:
+    plain = where
+  if plain is None:
     others = sorted(there.keys() - {step_files.WRAPPERS})
     # Another program names its items as it likes: nothing is lost.
     raise (ValueError if others else step_files.Damaged)(
@@ -156,12 +158,9 @@ def open_unverified(
       f"only {', '.join(map(repr, others)) or 'no items'}: plain_item is the "
       "name of the item to restore."
     )
-  leaves = _orbax_leaves(found[0])
+  leaves = _orbax_leaves(plain)
   if step_files.WRAPPERS in there:
-    leaves |= {
-      (WRAPPER_STATES, *key): leaf
-      for key, leaf in _orbax_leaves(there[step_files.WRAPPERS]).items()
-    }
+    leaves |= _orbax_leaves(there[step_files.WRAPPERS], WRAPPER_STATES)
   return leaves
 
 
@@ -175,22 +174,23 @@ def unboxed(path: Path) -> Path:
 
 def below(leaves: Mapping[Path, _Leaf], at: Path) -> dict[Path, _Leaf]:
   """Returns the leaves whose path begins with `at`, by the rest of it."""
-  n = len(at)
-  return {path[n:]: x for path, x in leaves.items() if path[:n] == at}
+  found = {}
+  for path, x in leaves.items():
+    if path[: len(at)] == at:
+      found[path[len(at) :]] = x
+  return found
 
 
 def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
-  """Returns the leaves of one of several states; `""` is the only one."""
-  if not name:
-    return dict(leaves)
+  """Returns the leaves of one of several states."""
   states = below(leaves, (WRAPPER_STATES, name))
   return below(leaves, (name,)) | {
     (WRAPPER_STATES, *path): leaf for path, leaf in states.items()
   }
 
 
-def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
-  """Returns the leaves of a tree that Orbax wrote."""
+def _orbax_leaves(directory: Any, *at: str) -> dict[Path, SavedLeaf]:
+  """Returns the leaves of a tree that Orbax wrote, by their path below `at`."""
   # The metadata alone: the shapes are compared before any array is read.
   saved = ocp.PyTreeCheckpointHandler().metadata(directory).tree
   metadata = trees.leaves_by_path(saved)
@@ -203,13 +203,14 @@ def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
       # In the saved dtype, so that `_place` notices a cast that changes it.
       if isinstance(x, ocp.metadata.value.ScalarMetadata):
         return x.dtype.type(0).item()
-      return np.zeros((), x.dtype) if leaves[key].is_number else wanted[key]
+      is_number = leaves[(*at, *key)].is_number
+      return np.zeros((), x.dtype) if is_number else wanted[key]
 
     item = jax.tree_util.tree_map_with_path(request, saved)
     # Each leaf is in memory twice while it is read: as it was read, and as it
     # is placed. So the bytes in flight are limited to those of the largest one;
     # Orbax wants more than the largest request.
-    largest = max(_bytes_to_read(metadata[key]) for key in wanted)
+    largest = max(map(_bytes_to_read, map(metadata.get, wanted)))
     handler = ocp.PyTreeCheckpointHandler(
       handler_impl=ocp.BasePyTreeCheckpointHandler(
         restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1
@@ -222,7 +223,7 @@ def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
   leaves = {}
   for key, x in metadata.items():
     is_number = isinstance(x, ocp.metadata.value.ScalarMetadata)
-    leaves[key] = SavedLeaf(
+    leaves[(*at, *key)] = SavedLeaf(
       shape=tuple(x.shape),
       dtype=x.dtype,
       is_number=is_number or (key == ("step",) and x.shape == ()),
@@ -237,10 +238,10 @@ def _bytes_to_read(x: Any) -> int:
   """Returns at most how many bytes Orbax reserves to read an array."""
   chunk = x.storage.chunk_shape if getattr(x, "storage", None) else None
   # Chunks are read whole, also those that stick out of the array.
-  size = [
-    -(-n // c) * c for n, c in zip(x.shape, chunk or x.shape, strict=True)
-  ]
-  return math.prod(size) * np.dtype(x.dtype).itemsize
+  size = np.dtype(x.dtype).itemsize
+  for n, c in zip(x.shape, chunk or x.shape, strict=True):
+    size *= -(-n // c) * c
+  return size
 
 
 def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:

@@ -9,7 +9,7 @@ from the restored parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-import dataclasses
+import functools
 import logging
 import os
 from typing import Any, TypeVar
@@ -95,7 +95,9 @@ def restore(
     if isinstance(manager, ocp.CheckpointManager):
       manager.wait_until_finished()  # the newest step may not be complete yet
   return steps.read(
-    where, step, lambda path: restore_step(path, state, plain_item)
+    where,
+    step,
+    functools.partial(restore_step, state=state, plain_item=plain_item),
   )[1]
 
 
@@ -123,17 +125,19 @@ def restore_step(
   saved = reader.open_step(where, plain_item)
   with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
     position = None if data is None else items.read_position(data, where)
-  restored: Any = {
-    name: _Plan(where, reader.part(saved, name), part).restore()
-    for name, part in items.by_name(state).items()
-  }
+  restored: Any = {}
+  if isinstance(state, Mapping):
+    for name, one in state.items():
+      restored[name] = _Plan(where, reader.part(saved, name), one).restore()
+  else:
+    restored = _Plan(where, saved, state).restore()
   if data is not None:
     # Not before: a damaged step must leave the data where it is.
     with multihost.raise_on_all_processes(TypeError, ValueError):
       data.set_state(position)
       if hasattr(data, "start_prefetch"):
         data.start_prefetch()
-  return restored if isinstance(state, Mapping) else restored[""]
+  return restored
 
 
 def check_same(where: Any, state: items.States) -> None:
@@ -156,9 +160,10 @@ def check_same(where: Any, state: items.States) -> None:
   if metadata["state_step"] != (step := items.step_of(state)):
     difference = f"state.step is {step}, {metadata['state_step']} was saved"
   saved = reader.open_unverified(where)
-  for name, part in items.by_name(state).items():
-    wanted = trees.leaves_by_path(_template(part))
-    difference = difference or _difference(reader.part(saved, name), wanted)
+  for name, one in items.by_name(state).items():
+    wanted = trees.leaves_by_path(_template(one))
+    part = reader.part(saved, name) if name else saved
+    difference = difference or _difference(part, wanted)
   if difference:
     raise ValueError(
       f"{where} was saved from another state: {difference}. Save under "
@@ -175,12 +180,14 @@ def sources(saved: Leaves, wanted: Leaves) -> dict[Path, Path]:
 
   Example:
     >>> sources({("w", "value"): 1, ("b",): 2}, {("w",): 3, ("b",): 4})
-    {('b',): ('b',), ('w',): ('w', 'value')}
+    {('w',): ('w', 'value'), ('b',): ('b',)}
   """
-  found = {path: path for path in wanted if path in saved}
+  found: dict[Path, Path] = {}
   for path in saved:
     here = LAYOUTS.get(path, reader.unboxed(path))
-    if here in wanted and path not in wanted:
+    if path in wanted:
+      found[path] = path
+    elif here in wanted:
       found.setdefault(here, path)
   return found
 
@@ -201,7 +208,7 @@ class _Plan:
     self._wanted = trees.leaves_by_path(self._template)
     self._sources = sources(saved, self._wanted)
     # Wrappers that make a new state, and how the saved one differs.
-    self._new: dict[Path, tuple[base.Base, str | None]] = {}
+    self._new: dict[str, tuple[base.Base, str | None]] = {}
     for wrapper in state.wrappers:
       self._plan_wrapper(wrapper)
     self._check_others()
@@ -233,34 +240,32 @@ class _Plan:
     else:
       for path in wanted:
         self._sources.pop((*at, *path), None)
-    self._new[at] = wrapper, difference
+    self._new[name] = wrapper, difference
 
   def _check_others(self) -> None:
     """Raises a ValueError unless all other leaves are there, and no more."""
-    has = {path: self._saved[source] for path, source in self._sources.items()}
-    names = {path[1] for path in self._wanted if path[0] == WRAPPER_STATES}
-    fields = {field.name for field in dataclasses.fields(self._state)}
+    has, wanted = {}, {}
+    for path, x in self._wanted.items():
+      if path in self._sources:
+        has[path] = self._saved[self._sources[path]]
+      if path in has or path[0] != WRAPPER_STATES or path[1] not in self._new:
+        wanted[path] = x
     used, left = set(self._sources.values()), set()
     for path, leaf in self._saved.items():
-      is_state = path[0] == WRAPPER_STATES
-      if path in used or (is_state and path[1] in names):
+      if path in used:
         continue
-      if is_state:
-        left.add(f"a state of wrapper {path[1]!r}")
+      if path[0] == WRAPPER_STATES:
+        if path[1] not in self._new:
+          left.add(f"a state of wrapper {path[1]!r}")
       elif path in LAYOUTS:
         left.add(f"a field {path[0]!r}")
-      elif leaf.is_number and path[0] not in fields:
+      elif leaf.is_number and path[0] not in vars(self._state):
         # Programs save numbers of their own beside the state, as an epoch.
         left.add(f"a number {'/'.join(path)!r}")
       else:
         has[path] = leaf
     for what in sorted(left):
       self._note(f"it has {what}: left alone")
-    wanted = {
-      path: x
-      for path, x in self._wanted.items()
-      if path in has or path[:2] not in self._new
-    }
     if difference := _difference(has, wanted):
       raise ValueError(
         f"{self._where} was written by another model or optimizer: "
@@ -269,30 +274,26 @@ class _Plan:
 
   def restore(self) -> TrainState:
     """Reads the leaves of the plan, and returns the restored state."""
-    leaves = reader.read(
-      self._where,
-      {
-        path: (self._saved[source], self._wanted[path])
-        for path, source in self._sources.items()
-      },
-    )
-    restored = self._unflatten(leaves)
+    asked = {}
+    for path, source in self._sources.items():
+      asked[path] = self._saved[source], self._wanted[path]
+    leaves = reader.read(self._where, asked)
     for wrapper, difference in self._new.values():
-      leaves = self._make_state(wrapper, difference, restored) | leaves
+      leaves = self._make_state(wrapper, difference, leaves) | leaves
     # Orbax returns arrays that are complete; so does this function.
     restored = jax.block_until_ready(self._unflatten(leaves))
     # Every replica gets the one value of a `PerReplica`.
     return values.broadcast_to_replicas(restored, self._state)
 
   def _make_state(
-    self, wrapper: base.Base, difference: str | None, restored: Any
+    self, wrapper: base.Base, difference: str | None, leaves: Leaves
   ) -> dict[Path, jax.Array]:
     """Returns the leaves of a new state of a wrapper, by path.
 
     Args:
       wrapper: The wrapper.
       difference: How the saved state differs; None if there is none.
-      restored: The restored state; what is not made yet is abstract.
+      leaves: The leaves that were read, by path.
 
     Raises:
       ValueError: The wrapper's `restart` returns a tree unlike its state.
@@ -321,6 +322,7 @@ class _Plan:
           jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=like.sharding),
         )
     saved = reader.read(self._where, useful)
+    restored: Any = self._unflatten(leaves)
     target = base.Target(
       restored.step,
       restored.params,
@@ -366,10 +368,10 @@ class _Plan:
 
   def _unflatten(self, leaves: Leaves) -> TrainState:
     """Returns the state; what is not made yet stays abstract."""
-    return jax.tree.unflatten(
-      jax.tree.structure(self._template),
-      [leaves.get(path, x) for path, x in self._wanted.items()],
+    state: TrainState = jax.tree.unflatten(
+      jax.tree.structure(self._template), {**self._wanted, **leaves}.values()
     )
+    return state
 
 
 def _template(state: TrainState) -> TrainState:
@@ -404,15 +406,13 @@ def _template(state: TrainState) -> TrainState:
 
 def _difference(saved: Mapping[Path, SavedLeaf], wanted: Leaves) -> str | None:
   """Returns where and how saved leaves differ from the wanted ones, or None."""
-  # Orbax saves the integers of a PRNG key.
-  as_saved = {
-    path: jax.eval_shape(jax.random.key_data, x) if trees.is_prng_key(x) else x
-    for path, x in wanted.items()
-  }
-  given: dict[Path, Any] = dict(saved)
-  for path in saved.keys() & wanted.keys():
-    leaf, x = saved[path], as_saved[path]
-    is_number = leaf.is_number and leaf.shape == x.shape == ()
-    if is_number and np.can_cast(leaf.dtype, x.dtype, "same_kind"):
-      given[path] = x  # reading it says whether the value is exact
+  given, as_saved = dict[Path, Any](saved), dict(wanted)
+  for path, x in wanted.items():
+    if trees.is_prng_key(x):
+      # Orbax saves its integers.
+      as_saved[path] = x = jax.eval_shape(jax.random.key_data, x)
+    leaf = saved.get(path)
+    if leaf and leaf.is_number and leaf.shape == x.shape == ():
+      if np.can_cast(leaf.dtype, x.dtype, "same_kind"):
+        given[path] = x  # reading it says whether the value is exact
   return trees.difference_by_path(given, as_saved)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from concurrent import futures
 import json
 import logging
+import operator
 import re
 from typing import Any
 import zlib
@@ -87,8 +88,10 @@ def unfinished(directory: str, step: int) -> Directory:
 
 def trees_in(step_dir: Directory) -> dict[str, Directory]:
   """Returns the path of each tree that Orbax wrote into a step, by name."""
-  entries = sorted(step_dir.iterdir()) if step_dir.is_dir() else []
-  return {path.name: path for path in entries if is_tree(path)}
+  found = {}
+  for path in filter(is_tree, step_dir.iterdir() if step_dir.is_dir() else ()):
+    found[path.name] = path
+  return found
 
 
 def is_tree(path: Directory) -> bool:
@@ -268,4 +271,4 @@ def verify(
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     list(pool.map(compare, sorted(digests)[part::parts]))
   # All processes must agree, so this does not depend on the part.
-  return all(crc is not None for _, crc in digests.values())
+  return None not in map(operator.itemgetter(1), digests.values())
