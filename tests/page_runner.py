@@ -52,7 +52,7 @@ ELSEWHERE = {
     r"--plan=": "tests/plans/config_test.py",
     r"--config=imagenet": "tests/examples/imagenet_test.py",
     r"tensorflow_datasets as tfds": "tests/examples/imagenet_test.py",
-    r"gs://": "tests/train/bucket_test.py",
+    r"gs://": "tests/train/main_test.py",
     r"--workdir=/shared/digits$": "tests/processes/cluster_test.py",
   },
   "python": {

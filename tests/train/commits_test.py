@@ -1,4 +1,7 @@
-"""Runs of the loop whose AGN has its center in a store, one after another."""
+"""Runs of the loop whose AGN has its center in a store.
+
+Most have one worker at a time, one after another.
+"""
 
 import contextlib
 import os
@@ -9,35 +12,34 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard import train
 from flaxshard.center import heads
+from flaxshard.center.encoding import unpack
 from flaxshard.center.store import Objects
 
 # Worker 1 of two, of which the other one is gone.
 LATE = {"worker_id": 1, "num_workers": 2, "deadline": 1.0}
 
 
-def create_config(*, deadline=60.0, commit="mean", **fields):
-  agn = {
-    "communication_period": 3,
-    "commit": commit,
-    "transport": {"deadline": deadline, "grace": 0.2},
-  }
-  defaults = {
+def run(
+  workdir, worker_id=0, num_workers=1, deadline=60.0, commit="mean", **fields
+):
+  transport = {"deadline": deadline, "grace": 0.2}
+  agn = {"communication_period": 3, "commit": commit, "transport": transport}
+  values = {
     "wrappers": (("agn", agn),),
+    "mesh": {"replica": num_workers},
     "optimizer": {"name": "adam"},
     "precision": "float32",
     "checkpoint_every_steps": 100,
     "eval_every_steps": 100,
   }
-  return tiny.config(**{**defaults, **fields})
-
-
-def run(workdir, worker_id=0, num_workers=1, **fields):
   return train.train_and_evaluate(
-    create_config(mesh={"replica": num_workers}, **fields),
+    tiny.config(**{**values, **fields}),
     str(workdir),
     worker_id=worker_id,
     num_workers=num_workers,
@@ -49,18 +51,22 @@ def head(workdir):
   return heads.read(Objects(f"{workdir}/center"))
 
 
-def assert_equal(states):
-  arrays = [jax.tree.leaves(jax.device_get(x)) for x in states]
-  for others in arrays[1:]:
-    for a, b in zip(arrays[0], others, strict=True):
-      np.testing.assert_array_equal(a, b)
+def last_step(workdir):
+  rows = tiny.rows(workdir)
+  return rows[-1]["step"] if rows else 0
+
+
+def assert_equal(trees):
+  first, *others = map(jax.tree.leaves, trees)
+  for other in others:
+    assert_trees_equal(other, first)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-  """The final state and the last row of a run of one worker."""
+  """The final state and the last evaluation of a run of one worker."""
   workdir = tmp_path_factory.mktemp("undisturbed")
-  return run(workdir), tiny.untimed_rows(workdir)[-1]
+  return run(workdir), tiny.rows(workdir)[-1]["eval_loss"]
 
 
 # In the middle of a period, at a commit, and at the last step.
@@ -73,22 +79,14 @@ def test_a_lone_worker_that_was_stopped_ends_with_equal_bits(
   # Nobody is waited for at the last step, so that it is the end.
   is_last = step == 8
   expected = contextlib.nullcontext() if is_last else pytest.raises(SystemExit)
-  is_there = lambda: tiny_step(tmp_path) >= step - 1
+  is_there = lambda: last_step(tmp_path) >= step - 1
   with tiny.stopped_while(is_there), expected as error:
     run(tmp_path, log_every_steps=1)
   assert is_last or error.value.code == 128 + signal.SIGTERM
   state = run(tmp_path)
   assert_equal([state, undisturbed[0]])
-  assert (
-    tiny.untimed_rows(tmp_path)[-1]["eval_loss"]
-    == (undisturbed[1]["eval_loss"])
-  )
+  assert tiny.rows(tmp_path)[-1]["eval_loss"] == undisturbed[1]
   assert head(tmp_path).versions == [2]
-
-
-def tiny_step(workdir):
-  rows = tiny.rows(workdir)
-  return rows[-1]["step"] if rows else 0
 
 
 @pytest.mark.slow
@@ -110,8 +108,6 @@ def test_a_stop_while_others_are_waited_for_is_no_end(tmp_path, caplog):
 
 
 def worker_phase(workdir):
-  from flaxshard.center.encoding import unpack
-
   content, _ = Objects(f"{workdir}/center").read("worker/0")
   return content and unpack("worker/0", content)["phase"]
 
@@ -174,13 +170,13 @@ def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_with_another_number_of_workers(tmp_path, caplog):
-  stopped = tiny.stopped_while(lambda: tiny_step(tmp_path) >= 4)
+  stopped = tiny.stopped_while(lambda: last_step(tmp_path) >= 4)
   with stopped, pytest.raises(SystemExit):
     run(tmp_path, commit="sequential", log_every_steps=1)
   assert (head(tmp_path).versions, head(tmp_path).step) == ([1], 3)
   # Worker 1 joins, and is stopped; worker 0 goes on; both are of two.
   late = {"commit": "sequential", "num_workers": 2}
-  stopped = tiny.stopped_while(lambda: tiny_step(tmp_path / "workers/1") >= 6)
+  stopped = tiny.stopped_while(lambda: last_step(tmp_path / "workers/1") >= 6)
   with stopped, pytest.raises(SystemExit):
     run(tmp_path, 1, **late, log_every_steps=1)
   assert "goes on from local step 3" in caplog.text
@@ -200,3 +196,48 @@ def test_early_stopping_ends_the_run(tmp_path):
   )
   assert head(tmp_path).finished
   assert tiny.rows(tmp_path)[-1]["step"] == 6
+
+
+# With dropout: the random streams of workers are those of replicas.
+_CONFIG = """
+import tiny
+
+def get_config():
+  agn = dict(communication_period=4, commit="mean", transport="store")
+  return tiny.config(
+    model={"name": "cnn", "features": (), "dense": 8, "dropout": 0.5},
+    wrappers=(("agn", agn),), mesh={"replica": -1, "per_replica": True},
+    precision="float32", num_train_steps=14, eval_every_steps=14,
+    checkpoint_every_steps=6)
+"""
+
+
+@pytest.mark.slow
+def test_two_workers_end_like_two_replicas(programs, tmp_path):
+  (tmp_path / "my_config.py").write_text(_CONFIG)
+  arguments = ["--config=my_config.py", "--workdir=run", "--local_processes=2"]
+  output = programs.start(tmp_path, *arguments).end()
+  # Worker 0 alone prints rows and the result.
+  assert output.count("step 14: eval_loss=") == 2
+  assert output.count("[0]") > output.count("done: step 14: eval_loss=") == 1
+  assert "is gone" not in output and "store only" not in output
+  loaded = [fs.load(tmp_path / "run"), fs.load(tmp_path / "run/workers/1")]
+  assert [x.step for x in loaded] == [14, 14]
+  assert_equal([x.params for x in loaded])
+  # Two local steps after the third commit, workers have their own parameters.
+  agn = [x.state.wrapper_states["agn"] for x in loaded]
+  assert [int(x.commits) for x in agn] == [3, 3]
+  local = [x.local_params["head"]["kernel"] for x in agn]
+  assert not np.array_equal(*local)
+
+  config = fs.config.read(str(tmp_path / "my_config.py"))
+  config.wrappers = (("agn", {"communication_period": 4, "commit": "mean"}),)
+  config.mesh.replica = 2
+  compiled = train.train_and_evaluate(config, str(tmp_path / "compiled"))
+  wanted = compiled.wrapper_states["agn"].local_params["head"]["kernel"]
+  assert_trees_close((loaded[0].params, local), (compiled.params, list(wanted)))
+  rows, wanted = tiny.rows(tmp_path / "run"), tiny.rows(tmp_path / "compiled")
+  assert rows[-1]["eval_loss"] == pytest.approx(wanted[-1]["eval_loss"])
+  assert [row["commits"] for row in rows] == [r["commits"] for r in wanted]
+  workers = [row.get("commit_workers") for row in rows]
+  assert workers == [None, 2, None, 2, None, 2, None]

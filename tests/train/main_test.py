@@ -1,6 +1,5 @@
-"""The program: flags, mistakes, virtual devices, signals, and a kill."""
+"""The program: flags, mistakes, virtual devices, signals, a kill, a bucket."""
 
-import functools
 import os
 import pathlib
 import re
@@ -9,19 +8,26 @@ import subprocess
 import sys
 import time
 
+import bucket_servers
+from etils import epath
 from forked_programs import wait_until
-import jax
 import pytest
 import tiny
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard.checkpoint import step_files
+from flaxshard import train
+from flaxshard.checkpoint import __main__ as inspection
+from flaxshard.checkpoint import steps
+from flaxshard.core import files
+from flaxshard.train import report
 
+pytestmark = pytest.mark.slow
+
+_DRAW = report.draw
 _ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 def test_help_and_mistakes(programs, tmp_path):
   """Mistakes that only a process finds are one message, too."""
   (tmp_path / "file").write_text("")
@@ -34,8 +40,8 @@ def test_help_and_mistakes(programs, tmp_path):
     f"--workdir={tmp_path}/file": f"{tmp_path}/file cannot be written",
     f"--synchronize --workdir={tmp_path}/file/run": "cannot be written",
   }
-  start = functools.partial(programs.start, tmp_path)
-  usage, fields, names = map(start, ("--help", "--help=config", "--list"))
+  start = lambda *arguments: programs.start(tmp_path, *arguments)
+  usage, fields, listed = map(start, ("--help", "--help=config", "--list"))
   failed = {
     facts: start("--config=digits", "--workdir=w", *arguments.split())
     for arguments, facts in mistakes.items()
@@ -45,7 +51,7 @@ def test_help_and_mistakes(programs, tmp_path):
   for part in ("--config.batch_size=", "--workdir", "metrics.jsonl"):
     assert part in printed, part
   assert "mesh.virtual_devices" in fields.end()
-  assert "lm_text_fsdp" in names.end()
+  assert "lm_text_fsdp" in listed.end()
   for facts, program in failed.items():
     output = program.end(code=1)
     for fact in ("flaxshard: ", *facts.split()):
@@ -54,7 +60,6 @@ def test_help_and_mistakes(programs, tmp_path):
     assert len(output.splitlines()) <= 4
 
 
-@pytest.mark.slow
 def test_import_starts_no_backend_and_is_lazy():
   # Nor does a check, which comes before a run sets the number of devices.
   code = """
@@ -84,7 +89,6 @@ assert jax.device_count() == 3
   assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
 def test_virtual_devices_and_signals(programs, tmp_path):
   """Starts a process without the eight devices of the test environment."""
   workdir = tmp_path / "run"
@@ -110,44 +114,76 @@ def test_virtual_devices_and_signals(programs, tmp_path):
   assert str(step) in os.listdir(workdir / "checkpoints")
 
 
-# Each step is saved, so that the kill interrupts a save.
-_ARGUMENTS = (
-  "--config=digits",
-  "--config.model={'name': 'cnn', 'features': (), 'dense': 8}",
-  "--config.batch_size=16",
-  "--config.num_train_steps=8",
-  "--config.log_every_steps=1",
-  "--config.checkpoint_every_steps=1",
-  "--config.max_to_keep=3",
-  "--config.schedule=constant",
-  "--config.writer=none",
+# A run whose workdir is in a bucket, with a local server.
+
+_CONFIG = dict(
+  num_train_steps=6,
+  log_every_steps=1,
+  eval_every_steps=3,
+  checkpoint_every_steps=2,
+  writer="tensorboard",
+  precision="float32",
 )
 
 
-def saved_steps(workdir) -> list[int]:
-  path = workdir / "checkpoints"
-  names = os.listdir(path) if path.exists() else []
-  return sorted(int(name) for name in names if name.isdecimal())
+def damage(step_dir):
+  """Shortens the largest object of a step; returns its path."""
+  found = files.files_in(f"{step_dir}/default")
+  sizes = {p: p.stat().length for p in found}
+  path = max(sizes, key=sizes.get)
+  path.write_bytes(bytes(sizes[path] - 1))
+  return path
 
 
-@pytest.mark.slow
-def test_a_killed_run_ends_like_an_uninterrupted_one(programs, tmp_path):
-  killed = tmp_path / "killed"
+def names(folder):
+  return sorted(p.name for p in epath.Path(folder).iterdir())
 
-  def start(name):
-    return programs.start(tmp_path, *_ARGUMENTS, f"--workdir={name}")
 
-  program = start("killed")
-  reached = lambda: max(saved_steps(killed), default=0) >= 3
-  wait_until(reached, "step 3", program)
+def test_a_killed_run_in_a_bucket_ends_like_a_local_one(
+  servers, programs, caplog, tmp_path, monkeypatch
+):
+  """With a damaged step, too."""
+  folder = f"gs://{bucket_servers.BUCKET}/killed"
+  checkpoints = f"{folder}/checkpoints"
+  local = tmp_path / "local"
+  monkeypatch.setattr(report, "draw", _DRAW)
+  config = tiny.config(**_CONFIG)
+  wanted = train.train_and_evaluate(config, str(local))
+  (tmp_path / "my_config.py").write_text(
+    f"import tiny\n\ndef get_config():\n  return tiny.config(**{_CONFIG})\n"
+  )
+  program = programs.start(
+    tmp_path, "--config=my_config.py", f"--workdir={folder}", **os.environ
+  )
+  saved = epath.Path(f"{checkpoints}/4/commit_success.txt")
+  wait_until(saved.exists, "step 4", program)
   program.kill()
-  # The newest three are kept; an older one may be half deleted.
-  for step in saved_steps(killed)[-3:]:
-    assert step_files.verify(str(killed / "checkpoints" / str(step)))
-  for program in (start("whole"), start("killed")):
-    program.end()
-  states = (fs.load(tmp_path / name).state for name in ("killed", "whole"))
-  assert_trees_equal(*map(jax.tree.leaves, states))
-  assert tiny.untimed_rows(killed) == tiny.untimed_rows(tmp_path / "whole")
-  rows = tiny.rows(tmp_path / "whole")
-  assert [row["step"] for row in rows] == list(range(1, 9))
+  assert [row["step"] for row in tiny.rows(folder)][:4] == [1, 2, 3, 4]
+
+  newest = max(steps.find(checkpoints))
+  path = damage(f"{checkpoints}/{newest}")
+  # The output of a save that was killed.
+  half = epath.Path(f"{checkpoints}/{newest + 1}/default/x")
+  half.write_bytes(b"half")
+
+  found = train.train_and_evaluate(config, folder)
+  assert f"{path} has" in caplog.text
+  assert_trees_equal(found.params, wanted.params)
+  assert tiny.untimed_rows(folder) == tiny.untimed_rows(local)
+  assert {"config.json", "data.json", "training.png"} < set(names(folder))
+  kinds = [name.partition(".out.")[0] for name in names(folder)]
+  assert kinds.count("events") == 2
+  assert max(steps.find(checkpoints)) == 6
+  assert f"{newest}.damaged" in names(checkpoints)
+  assert inspection.main([folder, "--verify"]) == 0
+  fs.export(folder, f"{folder}_model")
+  assert "model.json" in names(f"{folder}_model")
+  with pytest.raises(ValueError, match="another folder"):
+    fs.export(folder, f"{folder}_model")
+
+  # A step that is copied to the disk is a step there.
+  for path in files.files_in(f"{checkpoints}/6"):
+    copy = tmp_path / "disk/6" / path.relative_to(f"{checkpoints}/6")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes(path.read_bytes())
+  assert inspection.main([str(tmp_path / "disk"), "--verify"]) == 0
