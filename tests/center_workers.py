@@ -13,6 +13,18 @@ def new_directory():
   return f"memory://tests_{next(_NUMBERS)}"
 
 
+def agn(period=2, commit="mean", commit_delta=False, outer_tx=None, **options):
+  """Returns an AGN with a center in a store, which has the `options`."""
+  transport = fs.Store(**options)
+  return fs.AGN(
+    period,
+    commit,
+    commit_delta=commit_delta,
+    outer_tx=outer_tx,
+    transport=transport,
+  )
+
+
 def warnings_of(caplog):
   """Returns the warnings that were logged."""
   return [
@@ -31,28 +43,21 @@ class Workers:
   """
 
   def __init__(self, states, step, directory=None, in_turn=False):
-    self.directory = directory or new_directory()
-    self.num_workers = len(states)
     self._step = step
     self._in_turn = in_turn
     self._pool = futures.ThreadPoolExecutor(len(states))
+    directory = directory or new_directory()
     self.workers = [
-      fs.Worker(self.directory, k, len(states)) for k in range(len(states))
+      fs.Worker(directory, k, len(states)) for k in range(len(states))
     ]
     self.states = self._all(fs.Worker.start, self.workers, states)
 
   def step(self, *args, examples=None):
     """Takes a step; each argument has a value for each worker."""
-    per_worker = list(zip(*args, strict=True)) or [()] * self.num_workers
-    self.states = [
-      self._step(state, *own)
-      for state, own in zip(self.states, per_worker, strict=True)
-    ]
+    new = list(map(self._step, self.states, *args))
     call = map if self._in_turn else self._all
-    examples = examples or [1.0] * self.num_workers
-    self.states = list(
-      call(fs.Worker.commit, self.workers, self.states, examples)
-    )
+    examples = examples or [1.0] * len(new)
+    self.states = list(call(fs.Worker.commit, self.workers, new, examples))
 
   def settle(self):
     """Returns the states with the newest center."""

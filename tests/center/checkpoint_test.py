@@ -1,42 +1,36 @@
 """Checkpoints of AGN with a center in a store, and of one kind by the other."""
 
-import functools
-
 import center_workers
+from center_workers import new_directory
+from center_workers import warnings_of
+from center_workers import Workers
 import jax
 import numpy as np
 import optax
 import pytest
-import tree_equality
+import quadratic_states
+from tree_equality import assert_trees_close
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard import checkpoint
 
 PARAMS = {"w": np.arange(4, dtype=np.float32) / 4, "b": np.float32(1)}
 TX = optax.adam(0.125)
+FOUR = fs.Strategy(devices=jax.devices()[:4])
 KINDS = {"commit": "mean", "outer_tx": optax.sgd(0.5, momentum=0.5)}
 COMPILED = fs.AGN(3, **KINDS)
-STORE = fs.AGN(3, transport="store", **KINDS)
-CODED = fs.AGN(
-  4,
-  "sum",
-  transport=fs.Store(fragments=2, delay=1, blend=0.5, commit_dtype="int4"),
+STORE = center_workers.agn(3, **KINDS)
+FRAGMENTS = center_workers.agn(4, "mean", fragments=2)
+CODED = center_workers.agn(
+  4, "sum", fragments=2, delay=1, blend=0.5, commit_dtype="int4"
 )
 
 
-@functools.cache
-def strategy_of(replicas):
-  return fs.Strategy(devices=jax.devices()[:replicas])
-
-
-def create(wrapper, replicas=None):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=PARAMS,
-    tx=TX,
-    wrappers=[wrapper],
-    strategy=replicas and strategy_of(replicas),
-    stats={"mean": np.zeros(2, np.float32)},
+def create(wrapper, strategy=None):
+  stats = {"mean": np.zeros(2, np.float32)}
+  return quadratic_states.create(
+    [wrapper], TX, PARAMS, strategy=strategy, stats=stats
   )
 
 
@@ -54,19 +48,22 @@ def batch(i):
   return np.arange(4, dtype=np.float32) + i
 
 
-def trained(state, first, last, directory=None):
+def trained(state, first, last, directory=None, settled_at=None):
   """Returns the state of a single worker after some steps."""
-  with center_workers.Workers([state], STEP, directory) as group:
+  with Workers([state], STEP, directory) as group:
     for i in range(first, last):
       group.step([batch(i)])
-    return group.settle()[0]
+      if i + 1 in (settled_at, last):
+        group.states = group.settle()
+    return group.states[0]
 
 
-def trained_compiled(state, steps, replicas):
-  step = strategy_of(replicas).jit(train_step) if replicas else STEP
+def trained_compiled(state, steps, strategy):
+  step = strategy.jit(train_step) if strategy else STEP
   for i in range(steps):
-    x = strategy_of(replicas).shard_batch(batch(i)) if replicas else batch(i)
-    state = step(state, x)
+    state = step(
+      state, strategy.shard_batch(batch(i)) if strategy else batch(i)
+    )
   return state
 
 
@@ -78,71 +75,72 @@ def restore(path, given, wanted):
     return checkpointer.restore(wanted)
 
 
-def assert_center_equal(given, wanted):
-  given, wanted = map(jax.device_get, (given, wanted))
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    (given.params, given.opt_state, given.step, given.stats),
-    (wanted.params, wanted.opt_state, wanted.step, wanted.stats),
-  )
+def assert_center_equal(given, wanted, caplog):
+  for name in ("params", "opt_state", "step", "stats"):
+    a, b = jax.device_get((getattr(given, name), getattr(wanted, name)))
+    assert_trees_equal(a, b)
+  own = given.wrapper_states["agn"]
+  assert (int(own.local_step), int(own.commits)) == (3, 1)
+  [message] = warnings_of(caplog)
+  assert "another state of wrapper 'agn'" in message
+  return own
 
 
 @pytest.mark.parametrize("wrapper", [STORE, CODED], ids=["mean", "coded"])
 def test_resuming_in_mid_period_is_exact(tmp_path, caplog, wrapper):
-  directory = center_workers.new_directory()
-  state = trained(create(wrapper), 0, 7, directory)
-  fresh = create(wrapper)
+  directory = new_directory()
+  state, fresh = trained(create(wrapper), 0, 7, directory), create(wrapper)
   restored = restore(tmp_path, state, fresh)
-  tree_equality.assert_trees_equal(restored, state)
-  for a, b in zip(
-    jax.tree.leaves(restored), jax.tree.leaves(fresh), strict=True
-  ):
-    assert a.sharding == b.sharding
+  assert_trees_equal(restored, state)
+  shardings = lambda state: jax.tree.map(lambda x: x.sharding, state)
+  assert shardings(restored) == shardings(fresh)
   found = trained(restored, 7, 13, directory)
   # The same without the break. What was in flight is settled before it.
-  with center_workers.Workers([create(wrapper)], STEP) as group:
-    for i in range(13):
-      group.step([batch(i)])
-      if i == 6:
-        group.states = group.settle()
-    [wanted] = group.settle()
-  tree_equality.assert_trees_equal(found, wanted)
-  assert center_workers.warnings_of(caplog) == []
+  assert_trees_equal(found, trained(create(wrapper), 0, 13, settled_at=7))
+  assert warnings_of(caplog) == []
 
 
-def test_one_that_was_left_behind_takes_the_newest_center(tmp_path, caplog):
-  directory = center_workers.new_directory()
-  state = trained(create(STORE), 0, 4, directory)
-  newest = trained(state, 4, 10, directory)
-  restored = restore(tmp_path, state, create(STORE))
+@pytest.mark.parametrize(
+  ("wrapper", "steps", "clock"), [(STORE, 4, 9), (FRAGMENTS, 0, 10)]
+)
+def test_who_comes_later_takes_the_newest_center(
+  tmp_path, caplog, wrapper, steps, clock
+):
+  directory = new_directory()
+  state = create(wrapper)
+  if steps:
+    state = trained(state, 0, steps, directory)
+  newest = trained(state, steps, 10, directory)
+  restored = restore(tmp_path, state, create(wrapper))
   with fs.Worker(directory, 0, 1) as worker:
     state = worker.start(restored)
-    assert (worker.clock, worker.missed_steps) == (9, 5)
+    assert (worker.clock, worker.missed_steps) == (clock, clock - steps)
   own = state.wrapper_states["agn"]
-  tree_equality.assert_trees_equal(state.params, newest.params)
-  tree_equality.assert_trees_equal(own.local_params, newest.params)
+  assert_trees_equal(
+    (state.params, state.opt_state), (newest.params, newest.opt_state)
+  )
+  assert_trees_equal(own.local_params, newest.params)
   assert not any(x.any() for x in jax.tree.leaves(own.grad_accum))
-  [message] = center_workers.warnings_of(caplog)
-  assert "worker 0 goes on from local step 9, where the others are" in message
+  assert int(own.local_step) == int(state.step) == clock
+  # A new worker begins with the moments of the center.
+  assert int(own.local_opt_state[0].count) == clock
+  [message] = warnings_of(caplog)
+  assert f"worker 0 goes on from local step {clock}, where the" in message
 
 
 def test_compiled_commits_of_replicas_continue_in_a_store(tmp_path, caplog):
-  state = trained_compiled(create(COMPILED, 4), 5, 4)
+  state = trained_compiled(create(COMPILED, FOUR), 5, FOUR)
   restored = restore(tmp_path, state, create(STORE))
-  assert_center_equal(restored, state)
-  own, saved = restored.wrapper_states["agn"], state.wrapper_states["agn"]
+  own = assert_center_equal(restored, state, caplog)
   np.testing.assert_array_equal(own.local_params["w"], state.params["w"])
   np.testing.assert_array_equal(own.grad_accum["w"], np.zeros(4))
   assert int(own.local_opt_state[0].count) == 5
-  assert (int(own.local_step), int(own.commits)) == (3, 1)
+  saved = state.wrapper_states["agn"].outer_opt_state[0]
   np.testing.assert_array_equal(
-    own.outer_opt_state[0].trace["w"], saved.outer_opt_state[0].trace["w"]
+    own.outer_opt_state[0].trace["w"], saved.trace["w"]
   )
-  assert not own.received.any()
-  [message] = center_workers.warnings_of(caplog)
-  assert "another state of wrapper 'agn'" in message
   compiled = restore(tmp_path / "compiled", state, create(COMPILED))
-  with fs.Worker(center_workers.new_directory(), 0, 1) as worker:
+  with fs.Worker(new_directory(), 0, 1) as worker:
     state = worker.start(restored)
     assert worker.clock == 3
     for i in range(3):
@@ -150,23 +148,15 @@ def test_compiled_commits_of_replicas_continue_in_a_store(tmp_path, caplog):
       compiled = STEP(compiled, batch(i))
   assert int(state.wrapper_states["agn"].commits) == 2
   # Its commit is the mean of these three steps.
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-6),
-    state.params,
-    compiled.params,
-  )
+  assert_trees_close(state.params, compiled.params, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("replicas", [None, 4])
-def test_commits_in_a_store_continue_compiled(tmp_path, caplog, replicas):
+@pytest.mark.parametrize("strategy", [None, FOUR])
+def test_commits_in_a_store_continue_compiled(tmp_path, caplog, strategy):
   state = trained(create(STORE), 0, 5)
-  restored = restore(tmp_path, state, create(COMPILED, replicas))
-  assert_center_equal(restored, state)
-  own = restored.wrapper_states["agn"]
-  rows = np.broadcast_to(state.params["w"], (replicas or 1, 4))
+  restored = restore(tmp_path, state, create(COMPILED, strategy))
+  own = assert_center_equal(restored, state, caplog)
+  rows = np.broadcast_to(state.params["w"], (4 if strategy else 1, 4))
   np.testing.assert_array_equal(own.local_params["w"], rows)
   assert own.local_opt_state[0].count.tolist() == [5] * len(rows)
-  assert (int(own.local_step), int(own.commits)) == (3, 1)
-  [message] = center_workers.warnings_of(caplog)
-  assert "another state of wrapper 'agn'" in message
-  trained_compiled(restored, 1, replicas)
+  trained_compiled(restored, 1, strategy)
