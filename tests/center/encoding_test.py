@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tree_equality import assert_trees_equal
 
 from flaxshard.center import encoding
 
@@ -30,12 +31,7 @@ RNG = np.random.default_rng(0)
 def test_a_tree_is_the_same_after_it_was_bytes():
   found = encoding.unpack("key", encoding.pack(TREE))
   assert {**found, "arrays": 0} == {**TREE, "arrays": 0}
-  assert found["arrays"].keys() == TREE["arrays"].keys()
-  for name, x in TREE["arrays"].items():
-    y = found["arrays"][name]
-    assert (y.dtype, y.shape) == (x.dtype, x.shape), name
-    np.testing.assert_array_equal(x, y)
-    assert not y.flags.writeable
+  assert_trees_equal(found["arrays"], TREE["arrays"])
 
 
 def test_every_damage_is_found():
@@ -58,20 +54,23 @@ def test_known_values():
   encoded = encoding.encode(x, "int8")
   assert encoded["numbers"].tolist() == [127, -127, 1, 2, 0, 0]
   assert encoded["scales"].tolist() == [2.0]
-  assert encoded["shape"] == [2, 3]
   assert round_trip(x, "int8").tolist() == [[254, -254, 2], [4, 0, 0]]
-  encoded = encoding.encode(np.array([7, -7, 0.6], np.float32), "int4")
+  x = np.array([7, -7, 0.6], np.float32)
+  encoded = encoding.encode(x, "int4")
   # Two numbers plus eight in a byte, the first one in the low bits.
   assert encoded["numbers"].tolist() == [15 + (1 << 4), 9 + (8 << 4)]
-  assert encoded["scales"].tolist() == [1.0]
-  assert encoding.decode(encoded).tolist() == [7, -7, 1]
+  assert round_trip(x, "int4").tolist() == [7, -7, 1]
+  x = np.array([1 + 2**-7, 1 + 2**-9], np.float32)
+  assert round_trip(x, "bfloat16").tolist() == [1 + 2**-7, 1.0]
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 1000])
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_errors_are_at_most_half_a_scale(dtype, size, kind):
   x = RNG.normal(size=size) * 10 ** RNG.uniform(-3, 3, size)
+  # A block of zeros, or of numbers whose scale would be zero.
+  x[256:512] = 1e-45 if size > 257 else 0
   x = np.asarray(jnp.asarray(x, kind))
   found = round_trip(x, dtype)
   assert found.dtype == np.float32
@@ -79,39 +78,13 @@ def test_errors_are_at_most_half_a_scale(dtype, size, kind):
   for start in range(0, size, 256):
     block = slice(start, start + 256)
     scale = np.abs(wide[block]).max() / LARGEST[dtype]
-    assert np.abs(found[block] - wide[block]).max() <= 0.5001 * scale
+    assert np.abs(found[block] - wide[block]).max() <= 0.5001 * scale + 1e-45
   # What is exact stays so.
   np.testing.assert_allclose(round_trip(found, dtype), found, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", LARGEST)
-def test_zeros_and_very_small_numbers(dtype):
-  x = np.zeros(600, np.float32)
-  assert round_trip(x, dtype).tolist() == x.tolist()
-  x[300:] = 1e-45
-  assert np.abs(round_trip(x, dtype)).max() <= 1e-45
-
-
-def test_bfloat16_rounds_to_the_nearest():
-  x = np.array([1 + 2**-7, 1 + 2**-9, -3e38], np.float32)
-  found = round_trip(x, "bfloat16")
-  assert found.dtype == np.float32
-  assert found[:2].tolist() == [1 + 2**-7, 1.0]
-  np.testing.assert_allclose(found[2], x[2], rtol=2**-8)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", None])
-@pytest.mark.parametrize(
-  "x",
-  [
-    np.float32(0.3),
-    np.arange(3),
-    np.ones(2, np.complex64),
-    np.zeros((0, 3), np.float32),
-  ],
-  ids=["scalar", "integer", "complex", "empty"],
-)
-def test_other_arrays_stay(dtype, x):
-  found = round_trip(x, dtype)
-  assert (found.dtype, found.shape) == (x.dtype, x.shape)
-  np.testing.assert_array_equal(found, x)
+def test_other_arrays_stay(dtype):
+  for name in ("numbers", "z", "empty", "scalar"):
+    x = TREE["arrays"][name]
+    assert_trees_equal(round_trip(x, dtype), np.asarray(x))
