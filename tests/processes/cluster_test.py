@@ -9,9 +9,9 @@ JAX = {
   "JAX_NUM_PROCESSES": "4",
   "JAX_PROCESS_ID": "3",
 }
+MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TORCHRUN = {
-  "MASTER_ADDR": "node1",
-  "MASTER_PORT": "29500",
+  **MASTER,
   "WORLD_SIZE": "4",
   "RANK": "3",
   "LOCAL_RANK": "1",
@@ -26,6 +26,8 @@ SLURM = {
   "SLURM_PROCID": "3",
   "SLURM_LOCALID": "0",
 }
+ONE_TASK = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+TWO_NODES = SLURM | {"SLURM_STEP_NUM_NODES": "2"}
 OPEN_MPI = {
   "OMPI_COMM_WORLD_SIZE": "4",
   "OMPI_COMM_WORLD_RANK": "3",
@@ -63,12 +65,7 @@ def without(environ, *names):
     # mpirun starts its daemons with srun.
     (SLURM | OPEN_MPI, None, "ompi", "Open MPI"),
     # Batch scripts export MASTER_ADDR for programs that read SLURM_PROCID.
-    (
-      SLURM | {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
-      "node1:62268",
-      "deactivate",
-      "Slurm",
-    ),
+    (SLURM | MASTER, "node1:62268", "deactivate", "Slurm"),
     # A launcher completes JAX's variables.
     (SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, "a:1", "deactivate", "Slurm"),
   ],
@@ -85,8 +82,6 @@ def test_arguments_come_before_variables():
   found = cluster.find(JAX | TORCHRUN, "localhost:1", 2, 0)
   assert found.coordinator_address == "localhost:1"
   assert (found.num_processes, found.process_id) == (2, 0)
-  found = cluster.find(JAX, process_id=0)
-  assert (found.num_processes, found.process_id) == (4, 0)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +90,7 @@ def test_arguments_come_before_variables():
     ({}, "no cluster variables"),
     ({"WORLD_SIZE": "", "RANK": " "}, "no cluster variables"),
     (JAX | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, "is 1"),
-    (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, "torchrun"),
-    (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "srun"),
+    (ONE_TASK, "srun"),
     (SBATCH, "no cluster variables"),
     (INDEXED_JOB | {"JAX_NUM_PROCESSES": "1"}, "num_processes is 1"),
     # JAX finds the hosts of a slice.
@@ -111,39 +105,34 @@ def test_one_process_is_found(environ, source):
 
 
 @pytest.mark.parametrize(
-  "environ, arguments, facts",
+  "environ, arguments, message",
   [
     # What is there, and what is missing.
-    (without(TORCHRUN, "RANK"), (), ("WORLD_SIZE=4", "JAX_PROCESS_ID")),
-    (without(TORCHRUN, "MASTER_PORT"), (), ("RANK=3", "coordinator_address")),
-    (without(SLURM, "SLURM_PROCID"), (), ("STEP_NUM_TASKS=4", "process_id")),
-    (INDEXED_JOB, (), ("JOB_COMPLETION_INDEX='3'", "JAX_NUM_PROCESSES")),
-    (without(JAX, "JAX_PROCESS_ID"), (), ("PROCESSES=4", "JAX_PROCESS_ID")),
-    (without(JAX, "JAX_COORDINATOR_ADDRESS"), (), ("=4", "coordinator_addr")),
-    ({}, ("a:1", 2), ("'a:1'", "--process_id")),
-    ({}, (None, 2, 0), ("num_processes=2", "--coordinator_address")),
+    (without(TORCHRUN, "RANK"), (), "WORLD_SIZE=4.*JAX_PROCESS_ID"),
+    (without(TORCHRUN, "MASTER_PORT"), (), "RANK=3.*coordinator_address"),
+    (INDEXED_JOB, (), "JOB_COMPLETION_INDEX='3' .*JAX_NUM_PROCESSES"),
+    (without(JAX, "JAX_PROCESS_ID"), (), "PROCESSES=4.*JAX_PROCESS_ID"),
+    ({}, ("a:1", 2), "'a:1'.*--process_id"),
+    ({}, (None, 2, 0), "num_processes=2.*--coordinator_address"),
     # One task of Slurm is not the first of two processes.
     (
-      SLURM
-      | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-      | {"JAX_NUM_PROCESSES": "2"},
+      ONE_TASK | {"JAX_NUM_PROCESSES": "2"},
       (),
-      ("JAX_NUM_PROCESSES=2", "JAX_PROCESS_ID"),
+      "JAX_NUM_PROCESSES=2.*JAX_PROCESS_ID",
     ),
     # Values that are not allowed.
-    ({}, ("a:1", 2, 2), ("process_id=2", "num_processes=2")),
-    ({}, ("a:1", "2", 0), ("num_processes", "'2'")),
-    ({}, ("a", 2, 0), ("coordinator_address", "'a'")),
-    ({}, (1234, 2, 0), ("coordinator_address", "1234")),
-    (TORCHRUN | {"RANK": "x"}, (), ("RANK='x'",)),
-    (TORCHRUN | {"RANK": "4"}, (), ("process_id=4",)),
-    (JAX | {"JAX_LOCAL_DEVICE_IDS": "0;1"}, (), ("JAX_LOCAL_DEVICE_IDS",)),
+    ({}, ("a:1", 2, 2), "process_id=2 .*num_processes=2"),
+    ({}, ("a:1", "2", 0), "num_processes .*'2'"),
+    ({}, ("a", 2, 0), "coordinator_address .*'a'"),
+    ({}, (1234, 2, 0), "coordinator_address .*1234"),
+    (TORCHRUN | {"RANK": "x"}, (), "RANK='x'"),
+    (TORCHRUN | {"RANK": "4"}, (), "process_id=4"),
+    (JAX | {"JAX_LOCAL_DEVICE_IDS": "0;1"}, (), "JAX_LOCAL_DEVICE_IDS"),
   ],
 )
-def test_mistakes(environ, arguments, facts):
-  with pytest.raises(ValueError) as e:
+def test_mistakes(environ, arguments, message):
+  with pytest.raises(ValueError, match=message):
     cluster.find(environ, *arguments)
-  assert all(fact in str(e.value) for fact in facts), e.value
 
 
 @pytest.mark.parametrize(
@@ -160,9 +149,9 @@ def test_mistakes(environ, arguments, facts):
     (TORCHRUN | GPUS | {"JAX_LOCAL_DEVICE_IDS": "0"}, (0,)),
     # One task on each of four nodes.
     (SLURM | GPUS, None),
-    (SLURM | GPUS | {"SLURM_STEP_NUM_NODES": "2"}, (0, 1)),
-    (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}, (1,)),
-    (SLURM | GPUS | {"SLURM_STEP_NUM_NODES": "2", "SLURM_GPU_BIND": "x"}, None),
+    (TWO_NODES | GPUS, (0, 1)),
+    (TWO_NODES | {"SLURM_LOCALID": "1"}, (1,)),
+    (TWO_NODES | GPUS | {"SLURM_GPU_BIND": "x"}, None),
     (OPEN_MPI | GPUS, (2, 3)),
   ],
 )
@@ -173,15 +162,18 @@ def test_gpus_of_a_machine_are_divided(environ, ids):
 @pytest.mark.parametrize(
   "environ",
   [
-    {**JAX, "JAX_COORDINATOR_ADDRESS": "no address"},
+    JAX | {"JAX_COORDINATOR_ADDRESS": "no address"},
     {"WORLD_SIZE": "4", "RANK": "3"},
     SLURM,
-    {**INDEXED_JOB, "JAX_NUM_PROCESSES": "4"},
+    INDEXED_JOB | {"JAX_NUM_PROCESSES": "4"},
   ],
 )
 def test_workers_need_no_coordinator(environ):
   found = cluster.find(environ, needs_coordinator=False)
   assert (found.process_id, found.num_processes) == (3, 4)
+
+
+def test_a_worker_without_a_number_is_not_asked_for_a_coordinator():
   with pytest.raises(ValueError, match="--process_id") as e:
     cluster.find({}, num_processes=4, needs_coordinator=False)
   assert "coordinator" not in str(e.value)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+from forked_programs import wait_until
 import pytest
 
 from flaxshard.processes import local
@@ -40,13 +41,9 @@ sys.stdout.write("c\\n" + "x" * 100_000)
 print(sys.argv[1:-1], os.environ.get("JAX_LOCAL_DEVICE_IDS"), file=sys.stderr)
 """
   monkeypatch.setattr(local, "_count_gpus", lambda: 4)
-  with (
-    open(1, "w", closefd=False) as out,
-    open(2, "w", closefd=False) as err,
-  ):
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    assert run(tmp_path, code) == 0
+  for name, fd in (("stdout", 1), ("stderr", 2)):
+    monkeypatch.setattr(sys, name, open(fd, "w", closefd=False))
+  assert run(tmp_path, code) == 0
   out, err = capfdbinary.readouterr()
   for index in (b"[0] ", b"[1] "):
     lines = [x for x in out.splitlines() if x.startswith(index)]
@@ -60,20 +57,20 @@ print(sys.argv[1:-1], os.environ.get("JAX_LOCAL_DEVICE_IDS"), file=sys.stderr)
   assert sorted(line[-3:] for line in flags) == [b"0,1", b"2,3"]
 
 
+_GO_ON = """
+assert not any("coordinator" in flag for flag in sys.argv)
+index and sys.exit(3)
+time.sleep(0.5)
+print("went on", file=sys.stderr)
+"""
+
+
 @pytest.mark.parametrize(
   ("script", "connected", "code", "words"),
   [
     ("sys.exit(index * 3)", True, 3, "process 1 ended with exit code 3"),
     ("index and os.kill(os.getpid(), 9)", True, 137, "1 was killed by SIGKILL"),
-    (
-      "assert not any('coordinator' in flag for flag in sys.argv)\n"
-      "index and sys.exit(3)\n"
-      "time.sleep(0.5)\n"
-      "print('went on', file=sys.stderr)",
-      False,
-      3,
-      "worker 1 ended with exit code 3; the others go on\n[0] went on",
-    ),
+    (_GO_ON, False, 3, "1 ended with exit code 3; the others go on\n[0] went"),
   ],
 )
 def test_exit_code_is_that_of_the_first_failure(
@@ -106,31 +103,20 @@ time.sleep(99)
   assert "process 0 ended with exit code 7" in err
   assert "SIGTERM to the processes that have not ended: 1, 2" in err
   assert "SIGKILL to the processes that have not ended: 1\n" in err
-  assert wait_until_gone([int((tmp_path / "child").read_text())], 10)
+  wait_until_gone(int((tmp_path / "child").read_text()))
 
 
 @pytest.mark.parametrize(
-  ("gpus", "devices", "facts"),
+  ("gpus", "devices", "message"),
   [
-    (0, 3, ("virtual_devices=3", "--local_processes=2")),
-    (7, 0, ("7 GPUs", "--local_processes=2")),
+    (0, 3, "virtual_devices=3 .* --local_processes=2"),
+    (7, 0, "--local_processes=2: the 7 GPUs"),
   ],
 )
-def test_indivisible_devices_raise(gpus, devices, facts, monkeypatch):
+def test_indivisible_devices_raise(gpus, devices, message, monkeypatch):
   monkeypatch.setattr(local, "_count_gpus", lambda: gpus)
-  with pytest.raises(ValueError) as e:
+  with pytest.raises(ValueError, match=message):
     local.run([], 2, virtual_devices=devices)
-  assert all(fact in str(e.value) for fact in facts)
-
-
-def wait_until_gone(pids, seconds):
-  """Returns whether the processes end within some seconds."""
-  deadline = time.monotonic() + seconds
-  while time.monotonic() < deadline:
-    if not any(is_running(pid) for pid in pids):
-      return True
-    time.sleep(0.1)
-  return False
 
 
 def is_running(pid):
@@ -141,44 +127,36 @@ def is_running(pid):
   return bool(state) and not state.startswith("Z")
 
 
+def wait_until_gone(*pids):
+  wait_until(lambda: not any(map(is_running, pids)), "end", seconds=30)
+
+
 @pytest.mark.slow
-def test_ctrl_c_saves_a_checkpoint(tmp_path):
+def test_ctrl_c_saves_a_checkpoint(programs, tmp_path):
   # The command of the guide, with two processes and a smaller model.
-  (line,) = re.findall(
+  [line] = re.findall(
     r"^flaxshard (--local_processes=4 --config=digits .*)$",
     (_ROOT / "docs" / "guides" / "processes.md").read_text(),
     re.M,
   )
-  command = [sys.executable, "-m", "flaxshard", *line.split()]
-  command += ["--local_processes=2", f"--workdir={tmp_path / 'run'}"]
-  command += ["--config.model.features=(2,)", "--config.model.dense=4"]
-  command += ["--config.mesh.virtual_devices=2", "--config.writer=none"]
-  command += ["--config.log_every_steps=1", "--config.num_train_steps=100000"]
-  command += ["--config.precision=float32", "--config.wrappers=()"]
-  command += ["--config.checkpoint_every_steps=100000"]
-  parent = subprocess.Popen(
-    command,
-    cwd=_ROOT,
-    env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-    stderr=subprocess.PIPE,
-    text=True,
+  changed = dict(precision="float32", wrappers="()", writer="none")
+  changed |= {"model.features": "(2,)", "model.dense": 4}
+  changed |= {"mesh.virtual_devices": 2, "num_train_steps": 100_000}
+  changed |= {"log_every_steps": 1, "checkpoint_every_steps": 100_000}
+  program = programs.start(
+    tmp_path,
+    *line.split(),
+    *("--local_processes=2", f"--workdir={tmp_path / 'run'}"),
+    *(f"--config.{name}={value}" for name, value in changed.items()),
   )
-  try:
-    lines = []
-    for line in parent.stderr:
-      lines.append(line)
-      if " step " in line and "loss=" in line:
-        break
-    parent.send_signal(signal.SIGINT)
-    _, err = parent.communicate(timeout=90)
-  finally:
-    # Also ends its processes.
-    parent.kill()
-  assert parent.returncode == 130, (lines, err)
-  assert any("2 of 2 cpu devices" in line for line in lines), lines
+  wait_until(lambda: " step 1: loss=" in program.printed, "step 1", program)
+  program.send(signal.SIGINT)
+  output = program.end(code=130)
+  assert "2 of 2 cpu devices" in output
   # One process alone prints the rows.
-  assert all(line.startswith("[0] ") for line in lines if "loss=" in line)
-  step = re.search(r"saved step (\d+) in", err)[1]
+  rows = [x for x in output.splitlines() if "loss=" in x]
+  assert all(x.startswith("[0] ") for x in rows), output
+  step = re.search(r"saved step (\d+) in", output)[1]
   assert os.listdir(tmp_path / "run" / "checkpoints") == [step]
 
 
@@ -187,42 +165,33 @@ def test_end_of_the_parent_ends_the_processes(tmp_path):
   """They get SIGTERM, and SIGKILL if they do not end."""
   script = tmp_path / "script.py"
   script.write_text(f"""
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 from flaxshard.processes import local
 
 index = sys.argv[-1].removeprefix("--process_id=")
-folder = {str(tmp_path)!r}
+folder = pathlib.Path({str(tmp_path)!r})
 
 def handle(*_):
-  open(f"{{folder}}/signal{{index}}", "w").close()
+  (folder / f"signal{{index}}").touch()
   if index == "0":
     sys.exit()
 
 signal.signal(signal.SIGTERM, handle)
 local._GRACE = 1.0
 local.end_with_parent()
-with open(f"{{folder}}/part{{index}}", "w") as f:
-  f.write(str(os.getpid()))
-os.rename(f.name, f"{{folder}}/pid{{index}}")
+(folder / f"part{{index}}").write_text(str(os.getpid()))
+(folder / f"part{{index}}").rename(folder / f"pid{{index}}")
 while True:
   time.sleep(0.1)
 """)
-  command = f"[sys.executable, {str(script)!r}], 2, virtual_devices=2"
-  parent = subprocess.Popen(
-    [
-      *(sys.executable, "-c"),
-      "import sys; from flaxshard.processes import local\n"
-      f"local.run({command})",
-    ]
-  )
+  code = "import sys; from flaxshard.processes import local; "
+  code += f"local.run([sys.executable, {str(script)!r}], 2)"
+  parent = subprocess.Popen([sys.executable, "-c", code])
   files = [tmp_path / f"pid{index}" for index in range(2)]
-  deadline = time.monotonic() + 60
   try:
-    while not all(file.exists() for file in files):
-      assert time.monotonic() < deadline and parent.poll() is None
-      time.sleep(0.1)
+    wait_until(lambda: all(f.exists() for f in files), "start", seconds=60)
   finally:
     parent.kill()
     parent.wait()
-  assert wait_until_gone([int(file.read_text()) for file in files], 30)
+  wait_until_gone(*(int(f.read_text()) for f in files))
   assert {"signal0", "signal1"} <= set(os.listdir(tmp_path))
