@@ -52,12 +52,11 @@ class Workers:
     ]
     self.states = self._all(fs.Worker.start, self.workers, states)
 
-  def step(self, *args, examples=None):
+  def step(self, *args):
     """Takes a step; each argument has a value for each worker."""
     new = list(map(self._step, self.states, *args))
     call = map if self._in_turn else self._all
-    examples = examples or [1.0] * len(new)
-    self.states = list(call(fs.Worker.commit, self.workers, new, examples))
+    self.states = list(call(fs.Worker.commit, self.workers, new))
 
   def settle(self):
     """Returns the states with the newest center."""

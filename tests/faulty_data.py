@@ -1,6 +1,5 @@
-"""Digits with a fault in process or worker 1, for tests of several ones."""
+"""Digits with a fault in process 1 or worker 0, for tests of several ones."""
 
-from collections.abc import Sequence
 import os
 import pathlib
 import signal
@@ -31,6 +30,19 @@ class _FaultyEval:
     return self._source[index]
 
 
+def _digits(fault, process) -> data.Splits:
+  splits = data.load({"name": "digits"})
+  faulty = _FaultyEval(splits.eval, fault, process)
+  return data.Splits(splits.train, faulty, splits.num_classes)
+
+
+def _wait_until(condition):
+  deadline = time.monotonic() + 120
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+
+
 def broken_once(workdir: str) -> data.Splits:
   """Raises in the first evaluation of process 1, once step 4 is saved."""
   marker = pathlib.Path(workdir) / "fault"
@@ -41,81 +53,48 @@ def broken_once(workdir: str) -> data.Splits:
       _wait_until((marker.parent / "checkpoints" / "4").exists)
       raise OSError("the disk of process 1 is broken")
 
-  return _digits(fail)
+  return _digits(fail, process=1)
 
 
-def _wait_until(condition):
-  deadline = time.monotonic() + 120
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.1)
-
-
-def _digits(fault, process=1) -> data.Splits:
-  splits = data.load({"name": "digits"})
-  return data.Splits(
-    splits.train, _FaultyEval(splits.eval, fault, process), splits.num_classes
-  )
-
-
-class Attempt:
-  """A hook that gives each attempt of a worker the fault of its data.
-
-  A worker without a fault waits at step 5 until the others have had all theirs.
+class Attempts:
+  """A hook with which worker 0 fails, and worker 1 waits for that at step 5.
 
   Args:
-    log: A folder with a file for each worker. It gets a line with the id of the
-      process and the fault, when that happens; without one, at the start.
-    faults: Of each worker, those of its first attempts, in their order:
-      "killed" (by SIGKILL), "device" (an error of JAX) or "disk" (an exception
-      of Python).
-    attempts: Number of attempts that each worker has.
+    log: A file that gets the id of the process at each failure.
     worker_id: Index of the worker.
   """
 
-  fault = "none"
+  # Until the worker of this process has failed.
+  log: pathlib.Path | None = None
 
-  def __init__(
-    self,
-    log: str,
-    faults: Sequence[Sequence[str]],
-    attempts: int,
-    worker_id: int,
-  ):
-    self._files = [pathlib.Path(log, str(k)) for k in range(len(faults))]
-    self._attempts = attempts
-    Attempt.file = self._files[worker_id]
-    own = [*faults[worker_id], *["none"] * attempts]
-    Attempt.fault = own[self._count(Attempt.file)]
-    if Attempt.fault == "none":
-      self.note("none")
+  def __init__(self, log: str, worker_id: int):
+    self._log = pathlib.Path(log)
+    Attempts.log = None if worker_id else self._log
 
   def __call__(self, step, state, metrics):
     if step == 5:
-      _wait_until(lambda: min(map(self._count, self._files)) >= self._attempts)
-
-  @classmethod
-  def note(cls, fault):
-    with cls.file.open("a") as f:
-      print(os.getpid(), fault, file=f)
-
-  def _count(self, path):
-    return path.read_text().count("\n") if path.exists() else 0
+      _wait_until(lambda: _count(self._log) == 3)
 
 
-def of_attempt() -> data.Splits:
-  """Has the fault of the last `Attempt` in the first evaluation."""
+def _count(log):
+  return log.read_text().count("\n") if log.exists() else 0
+
+
+def of_attempts() -> data.Splits:
+  """Data of `Attempts`: JAX fails, a disk does, and the process is killed."""
 
   def fail():
     # Several threads read.
-    fault, Attempt.fault = Attempt.fault, "none"
-    if fault == "none":
+    log, Attempts.log = Attempts.log, None
+    if log is None:
       return
-    Attempt.note(fault)
-    if fault == "killed":
-      os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "device":
+    attempt = _count(log)
+    with log.open("a") as f:
+      print(os.getpid(), file=f)
+    if attempt == 0:
       raise jax.errors.JaxRuntimeError("INTERNAL: the device is broken")
-    raise OSError("the disk is broken")
+    if attempt == 1:
+      raise OSError("the disk is broken")
+    os.kill(os.getpid(), signal.SIGKILL)
 
   return _digits(fail, process=0)

@@ -73,23 +73,18 @@ def run_until_end(script: str, *args: str) -> list[tuple[int, str]]:
   return [(returncode, err) for returncode, _, err in ended]
 
 
-def _run(
-  code: str, args: tuple[str, ...], processes: int, *, end_all: bool
-) -> list[tuple[int, str, str]]:
+def _run(code, args, processes, end_all):
   with socket.socket() as s:
     s.bind(("localhost", 0))
     port = s.getsockname()[1]
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  command = [sys.executable, "-c", code, str(port)]
   started = [
-    subprocess.Popen(
-      [sys.executable, "-c", code, str(port), str(rank), *args],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
+    subprocess.Popen([*command, str(rank), *args], **pipes)
     for rank in range(processes)
   ]
 
-  def read(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+  def read(process):
     try:
       out = process.communicate(timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:

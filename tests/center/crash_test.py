@@ -65,61 +65,44 @@ class Fault:
 
 
 class Host:
-  """The operations of one start of a worker."""
+  """A `KvStore` as one start of a worker sees it: with a fault, or none."""
 
   def __init__(self, run, fault):
-    self.run, self.fault = run, fault
+    self.kv = None
     self.is_dead = False
     self.seen = collections.Counter()
+    self._run, self._fault = run, fault
     self._lock = threading.Lock()
 
-  def call(self, operation, key, fn):
-    """Calls a function that starts an operation, if there is no fault."""
-    kind = operation, key.partition("/")[0]
+  def __getattr__(self, operation):
+    return functools.partial(self._call, operation)
+
+  def _call(self, operation, key, *content, **condition):
+    name = key if isinstance(key, str) else key.inclusive_min.decode()
+    kind = "delete" if content == (None,) else operation, name.partition("/")[0]
+    start = functools.partial(self._start, operation, key, *content)
     with self._lock:
       if self.is_dead:
         raise Killed
       self.seen[kind] += 1
-      fault = self.fault
+      fault = self._fault
       if fault is None or (kind, self.seen[kind]) != (fault.kind, fault.count):
-        return fn()
+        return start(**condition)
       if fault.how == "kill":
         self.is_dead = True
         raise Killed
     if fault.how == "lost":
-      fn()
+      start(**condition)
     raise OSError(f"{fault}")
 
-
-class Guarded:
-  """A `KvStore` whose operations go through a `Host`."""
-
-  def __init__(self, kv, host):
-    self._kv, self._host = kv, host
-
-  def read(self, key):
-    return self._host.call("read", key, lambda: self._kv.read(key))
-
-  def list(self, keys):
-    start = keys.inclusive_min.decode()
-    return self._host.call("list", start, lambda: self._kv.list(keys))
-
-  def write(self, key, content, **condition):
-    operation = "delete" if content is None else "write"
-    fn = functools.partial(self._write, key, content, **condition)
-    return self._host.call(operation, key, fn)
-
-  def _write(self, key, content, **condition):
-    future, run = self._kv.write(key, content, **condition), self._host.run
-    if not condition and content is not None:
-      run.written[key] = content
-    elif condition and future.result().generation and key == "head":
-      run.heads.append(encoding.unpack(key, content))
+  def _start(self, operation, key, *content, **condition):
+    future = getattr(self.kv, operation)(key, *content, **condition)
+    if operation == "write" and content != (None,):
+      if not condition:
+        self._run.written[key] = content[0]
+      elif key == "head" and future.result().generation:
+        self._run.heads.append(encoding.unpack(key, content[0]))
     return future
-
-  def delete_range(self, keys):
-    start = keys.inclusive_min.decode()
-    return self._host.call("delete", start, lambda: self._kv.delete_range(keys))
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +113,7 @@ def guarded(request, monkeypatch):
   def init(self, url):
     create(self, url)
     if host := getattr(_local, "host", None):
-      self._kv = Guarded(self._kv, host)
+      host.kv, self._kv = self._kv, host
 
   monkeypatch.setattr(store.Objects, "__init__", init)
   if "race" in request.node.name:

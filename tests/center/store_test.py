@@ -2,11 +2,7 @@
 
 import bucket_servers
 import center_workers
-import jax
-import numpy as np
-import optax
 import pytest
-import quadratic_states
 import s3_server
 import tiny
 
@@ -89,26 +85,6 @@ def test_a_write_is_refused_by_the_server_itself(s3, monkeypatch):
       assert objects.write("head", b"2", generation or missing) is None
     assert objects.read("head")[0] == b"another"
     assert s3.requests.count(("PUT", name, 412)) == (2 if before else 1)
-
-
-@pytest.mark.filterwarnings("ignore:AGN. communication_period")
-def test_two_workers_commit_in_a_bucket_of_s3(s3):
-  params = {"w": np.zeros(3, np.float32)}
-  agn = center_workers.agn(2, "sum")
-  state = quadratic_states.create([agn], optax.sgd(1.0), params)
-  step = jax.jit(lambda s, x: s.minimize(lambda p: (p["w"] * x).sum())[0])
-  with center_workers.Workers([state] * 2, step, "s3://bucket/run") as group:
-    for _ in range(4):
-      group.step([np.float32(1), np.float32(2)])
-    states = group.finish()
-  # The mean of the two steps of each of four commits.
-  for state in states:
-    np.testing.assert_array_equal(state.params["w"], [-6.0] * 3)
-  head = heads.read(store.Objects("s3://bucket/run/center"))
-  assert head.finished and head.step == 4
-  # All commits and changes were swept.
-  kinds = {name.split("/")[3] for name in s3.objects}
-  assert kinds == {"run", "head", "center", "slots", "worker"}
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ import functools
 import agn_problem
 from center_workers import agn
 from center_workers import Workers
-import flax.linen as nn
-from flax.linen import fp8_ops
 import jax
 import numpy as np
 import optax
@@ -125,14 +123,6 @@ def test_what_encoding_cuts_off_is_not_lost(dtype, largest):
   np.testing.assert_array_equal(whole.params["b"], -16)
 
 
-def test_a_mean_is_weighted_by_examples():
-  with Workers([start(agn(), tx=SGD)] * 2, STEP) as group:
-    for _ in range(2):
-      group.step([np.float32(1), np.float32(5)], examples=[1, 3])
-    for state in group.states:
-      assert float(state.params["b"]) == 0.5 - (1 + 3 * 5) / 4
-
-
 COMPLEX = {"z": np.array([1 + 1j, 2 - 1j], np.complex64)}
 
 
@@ -222,19 +212,6 @@ def test_a_skipped_step_is_no_local_step(scale_first):
       assert int(own(state).commits) == 1
 
 
-def test_ema_outside_averages_the_center_of_each_step():
-  average, weight = 0.0, 0.0
-  with Workers([start(fs.EMA(0.5), agn())] * 2, STEP) as group:
-    for _ in range(5):
-      # A step sees the center of the last commit.
-      center = float(group.states[0].params["b"])
-      average, weight = 0.5 * average + 0.5 * center, 0.5 * weight + 0.5
-      group.step([XS[0], XS[1]])
-      for state in group.states:
-        found = state.eval_params["b"]
-        np.testing.assert_allclose(found, average / weight, rtol=1e-6)
-
-
 @pytest.mark.parametrize("per_replica", [False, True])
 def test_accumulate_outside(per_replica):
   accumulate = fs.Accumulate(2, per_replica=per_replica)
@@ -263,8 +240,12 @@ def stats_step(state, x):
 def test_other_collections(view, commit):
   strategy = fs.Strategy(devices=jax.devices()[:2])
   step = strategy.jit(stats_step) if view == "run" else jax.jit(stats_step)
-  stats = {"mean": np.zeros((), np.float32)}
-  state = start(agn(2, commit), strategy=strategy, stats=stats)
+  collections = {
+    "stats": {"mean": np.zeros((), np.float32)},
+    # What LoRA freezes.
+    "frozen": np.zeros(100_000, np.float32),
+  }
+  state = start(agn(2, commit), strategy=strategy, **collections)
   xs = [strategy.shard_batch(XS[:2]), strategy.shard_batch(XS[2:])]
   local, committed = np.zeros(2), np.zeros(2)
   in_turn = commit == "sequential"
@@ -282,31 +263,7 @@ def test_other_collections(view, commit):
         assert float(state.stats["mean"]) == wanted[k]
     # In sequence those of the last worker that has committed.
     assert float(group.settle()[0].stats["mean"]) == committed[1]
-
-
-def test_lora_commits_its_factors_alone():
-  x = np.ones((2, 256), np.float32)
-  state = fs.create_train_state(
-    nn.Dense(256),
-    jax.random.key(0),
-    x,
-    optax.sgd(0.1),
-    lora=fs.LoRA(rank=2, patterns=("kernel",)),
-    wrappers=[agn()],
-  )
-
-  @jax.jit
-  def step(state, x):
-    variables = lambda p: {"params": p, "frozen": state.frozen}
-    return state.minimize(lambda p: state.apply_fn(variables(p), x).sum())[0]
-
-  with Workers([state] * 2, step) as group:
-    for _ in range(2):
-      group.step([x, 3 * x])
-    first, second = group.states
-    assert_trees_equal(first.params, second.params)
-    assert first.params["kernel"]["lora_b"].any()
-    # The frozen kernel has 0.26 MB.
+    # What is frozen is not committed.
     assert group.workers[0].metrics()["commit_megabytes"] < 0.1
 
 
@@ -346,29 +303,3 @@ def test_steps_that_are_not_committed():
   state = train_alone(start(agn(4, fragments=2)), STEP, 5, XS)
   with pytest.warns(UserWarning, match="agn.* the last 3 "):
     state.without_wrappers()
-
-
-FP8 = {"params": PARAMS, fp8_ops.OVERWRITE_WITH_GRADIENT: {"scale": np.ones(2)}}
-
-
-@pytest.mark.filterwarnings("ignore:CrossShard. gradients are reduced in")
-@pytest.mark.parametrize(
-  ("create", "message"),
-  [
-    (lambda: start(agn(8, fragments=3)), "fragments=3 must be at most .* 2"),
-    (lambda: start(agn(), params=FP8), "fp8"),
-    # Replicas that differ.
-    (
-      lambda: start(
-        fs.CrossShard("mean", ((0, 1), (2, 3))), agn(), strategy=FOUR
-      ),
-      "must have equal .* 2 groups of 2 ",
-    ),
-    (lambda: {"w": 1}, r"store', got \[\]"),
-    (lambda: start(fs.AGN(2)), r"store', got \['agn'\]"),
-    (lambda: start(agn(quorum=2)), "quorum=2 must be at most num"),
-  ],
-)
-def test_states_that_cannot_be_committed(create, message):
-  with pytest.raises(ValueError, match=message):
-    Workers([create()], STEP)

@@ -7,11 +7,13 @@ import time
 import center_workers
 from center_workers import warnings_of
 from center_workers import Workers
+from flax.linen import fp8_ops
 import jax
 import numpy as np
 import optax
 import pytest
 import quadratic_states
+import s3_server
 
 import flaxshard as fs
 from flaxshard.center import encoding
@@ -25,8 +27,8 @@ SGD = optax.sgd(1.0)
 agn = functools.partial(center_workers.agn, grace=0.4, deadline=2.0)
 
 
-def create(wrapper=None, tx=SGD, params=PARAMS, **fields):
-  return quadratic_states.create([wrapper or agn()], tx, params, **fields)
+def create(*wrappers, tx=SGD, params=PARAMS, **fields):
+  return quadratic_states.create(wrappers or [agn()], tx, params, **fields)
 
 
 @jax.jit
@@ -48,18 +50,47 @@ def directory():
 # Mistakes.
 
 
+def worker(*args, **kwargs):
+  return fs.Worker(center_workers.new_directory(), *args, **kwargs)
+
+
+def begin(*wrappers, num_workers=1, **fields):
+  worker(0, num_workers, 0.2).start(create(*wrappers, **fields))
+
+
+FP8 = {"params": PARAMS, fp8_ops.OVERWRITE_WITH_GRADIENT: {"scale": np.ones(2)}}
+TWO_GROUPS = fs.CrossShard("mean", ((0, 1), (2, 3)))
+FOUR = fs.Strategy(devices=jax.devices()[:4])
+
+
+@pytest.mark.filterwarnings("ignore:CrossShard. gradients are reduced in")
 @pytest.mark.parametrize(
-  ("kwargs", "error", "argument"),
+  ("call", "error", "message"),
   [
-    ({"worker_id": 2}, ValueError, "process_id=2 must be less than .*=2"),
-    ({"worker_id": 0.5}, TypeError, "process_id must be"),
-    ({"num_workers": None}, ValueError, "num_processes"),
-    ({"start_timeout": 0}, ValueError, "Worker: start_timeout must be"),
+    (lambda: worker(2, 2), ValueError, "process_id=2 must be less than .*=2"),
+    (lambda: worker(0), ValueError, "num_processes"),
+    (lambda: worker(0, 2, 0), ValueError, "Worker: start_timeout must be"),
+    (lambda: worker(0, 1).start({}), ValueError, r"store', got \[\]"),
+    (lambda: begin(fs.AGN(2)), ValueError, r"store', got \['agn'\]"),
+    (lambda: begin(agn(8, fragments=3)), ValueError, "=3 must be at most .* 2"),
+    (lambda: begin(agn(quorum=2)), ValueError, "quorum=2 must be at most num"),
+    (
+      lambda: begin(agn(quorum=2), num_workers=2),
+      TimeoutError,
+      "worker 1 of 2 has not come to .* within start_timeout=0.2 seconds",
+    ),
+    (lambda: begin(params=FP8), ValueError, "fp8"),
+    # Replicas that differ.
+    (
+      lambda: begin(TWO_GROUPS, agn(), strategy=FOUR),
+      ValueError,
+      "must have equal .* 2 groups of 2 ",
+    ),
   ],
 )
-def test_arguments(kwargs, error, argument):
-  with pytest.raises(error, match=argument):
-    fs.Worker("memory://x", **{"worker_id": 0, "num_workers": 2, **kwargs})
+def test_mistakes(call, error, message):
+  with pytest.raises(error, match=message):
+    call()
 
 
 def test_the_number_may_come_from_a_launcher(monkeypatch):
@@ -87,26 +118,17 @@ def test_calls_in_the_wrong_order(directory):
   check_calls()
 
 
-def test_too_few_workers(directory):
-  worker = fs.Worker(directory, 0, 2, start_timeout=0.2)
-  message = "worker 1 of 2 has not come to .* within start_timeout=0.2 seconds"
-  with pytest.raises(TimeoutError, match=message):
-    worker.start(create(agn(quorum=2)))
-  assert worker.is_closed
-
-
-def test_should_stop_ends_every_wait(directory, caplog, monkeypatch):
+def test_should_stop_ends_every_wait(caplog, monkeypatch):
   monkeypatch.setattr(worker_lib, "_LAST_WRITE_SECONDS", 0.2)
   stops = threading.Event()
-  kwargs = {"start_timeout": 0.2, "should_stop": stops.is_set}
-  with fs.Worker(directory, 0, 2, **kwargs) as worker:
-    state = worker.start(create(agn(grace=30, deadline=60)))
+  with worker(0, 2, 0.2, stops.is_set) as first:
+    state = first.start(create(agn(grace=30, deadline=60)))
     assert "the run begins without it" in warnings_of(caplog)[0]
     threading.Timer(0.2, stops.set).start()
     start = time.monotonic()
-    worker.finish(worker.settle(train(worker, state, [1, 1])))
+    first.finish(first.settle(train(first, state, [1, 1])))
   with pytest.raises(InterruptedError, match="should_stop"):
-    fs.Worker(f"{directory}_2", 0, 2, should_stop=stops.is_set).start(create())
+    worker(0, 2, should_stop=stops.is_set).start(create())
   assert time.monotonic() - start < 10
 
 
@@ -141,14 +163,13 @@ DIFFERENT = [
 
 
 def test_who_differs_is_refused_and_the_others_go_on(directory):
-  def create_one(tx=TX, params=PARAMS, **kwargs):
-    return create(agn(**{"outer_tx": optax.adam(0.1), **kwargs}), tx, params)
-
+  first = {"outer_tx": optax.adam(0.1)}
   with fs.Worker(directory, 0, 1) as worker:
-    state = worker.start(create_one(), FACTS)
+    state = worker.start(create(agn(**first), tx=TX), FACTS)
     for kwargs, fields, facts, message in DIFFERENT:
+      other = create(agn(**{**first, **kwargs}), **{"tx": TX, **fields})
       with pytest.raises(ValueError, match=message):
-        fs.Worker(directory, 1, 2).start(create_one(**fields, **kwargs), facts)
+        fs.Worker(directory, 1, 2).start(other, facts)
     worker.finish(train(worker, state, [1, 1]))
     assert worker.is_finished
 
@@ -215,15 +236,17 @@ def test_a_malformed_commit_is_set_aside(tmp_path, caplog, commit):
     assert any(x.startswith(key) for x in aside), name
 
 
-def test_a_good_commit_of_another_is_merged(tmp_path):
+def test_a_mean_of_commits_is_weighted_by_examples(tmp_path):
   with fs.Worker(str(tmp_path), 0, 1) as worker:
     stats = {"m": np.zeros(2, np.float32)}
-    state = worker.start(create(agn(commit="sum"), stats=stats))
+    state = worker.start(create(stats=stats))
     write_foreign(tmp_path, encoding.pack(GOOD))
-    state = worker.finish(train(worker, state, [1, 1]))
-  assert float(state.params["b"]) == 8 - 2 - 1
-  # The mean, weighted by examples: two beside the two of this worker.
-  np.testing.assert_array_equal(state.stats["m"], [0.5] * 2)
+    for _ in range(2):
+      state = worker.commit(step(state, np.float32(1)), examples=3)
+    state = worker.finish(state)
+  # Two examples of two steps whose gradients are 4 beside six of 1 a step.
+  assert float(state.params["b"]) == 8 - (2 * 2 + 6 * 1) / 8
+  np.testing.assert_array_equal(state.stats["m"], [2 / 8] * 2)
 
 
 @pytest.mark.parametrize(
@@ -306,10 +329,13 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
   assert float(state.params["b"]) == 8 - 2 - 2
 
 
-def test_a_synchronizer_merges_while_it_lives(directory):
+def test_a_synchronizer_merges_in_a_bucket_of_s3_while_it_lives():
   state, stops = create(agn(commit="sum")), threading.Event()
-  with Workers([state] * 2, step, directory) as group:
-    center = store.Objects(f"{directory}/center")
+  with (
+    s3_server.start() as server,
+    Workers([state] * 2, step, "s3://bucket/run") as group,
+  ):
+    center = store.Objects("s3://bucket/run/center")
     synchronizer = threading.Thread(
       target=merge.synchronize, args=(center, state, stops.is_set)
     )
@@ -323,7 +349,11 @@ def test_a_synchronizer_merges_while_it_lives(directory):
         synchronizer.join()
       group.step([np.float32(1), np.float32(2)])
     states = group.finish()
-  assert [float(state.params["b"]) for state in states] == [8 - 3 - 3] * 2
+    assert [float(state.params["b"]) for state in states] == [8 - 3 - 3] * 2
+    # Commits and older versions are deleted.
+    kinds = sorted(name.split("/")[3] for name in server.objects)
+    workers = ["worker", "worker", "worker"]
+    assert kinds == ["center", "head", "run", "slots", *workers]
 
 
 # Stores that are not reachable.

@@ -4,45 +4,27 @@ import pytest
 
 from flaxshard.processes import cluster
 
-JAX = {
-  "JAX_COORDINATOR_ADDRESS": "node1:1234",
-  "JAX_NUM_PROCESSES": "4",
-  "JAX_PROCESS_ID": "3",
-}
-MASTER = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-TORCHRUN = {
-  **MASTER,
-  "WORLD_SIZE": "4",
-  "RANK": "3",
-  "LOCAL_RANK": "1",
-  "LOCAL_WORLD_SIZE": "2",
-}
-SLURM = {
-  "SLURM_JOB_ID": "4711",
-  "SLURM_STEP_ID": "0",
-  "SLURM_NTASKS": "4",
-  "SLURM_STEP_NUM_TASKS": "4",
-  "SLURM_STEP_NUM_NODES": "4",
-  "SLURM_PROCID": "3",
-  "SLURM_LOCALID": "0",
-}
-ONE_TASK = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
-TWO_NODES = SLURM | {"SLURM_STEP_NUM_NODES": "2"}
-OPEN_MPI = {
-  "OMPI_COMM_WORLD_SIZE": "4",
-  "OMPI_COMM_WORLD_RANK": "3",
-  "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-  "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
-INDEXED_JOB = {"JOB_COMPLETION_INDEX": "3"}
-KUBERNETES = {
-  **INDEXED_JOB,
-  "JAX_COORDINATOR_ADDRESS": "train-0.train:1234",
-  "JAX_NUM_PROCESSES": "4",
-}
+
+def env(text):
+  return dict(line.split("=") for line in text.split())
+
+
+JAX = env("""JAX_COORDINATOR_ADDRESS=node1:1234
+  JAX_NUM_PROCESSES=4 JAX_PROCESS_ID=3""")
+MASTER = env("MASTER_ADDR=node1 MASTER_PORT=29500")
+TORCHRUN = MASTER | env("WORLD_SIZE=4 RANK=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
 # A batch script with `#SBATCH -n 4`.
-SBATCH = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
-GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+SBATCH = env("SLURM_JOB_ID=4711 SLURM_NTASKS=4 SLURM_PROCID=0")
+SLURM = SBATCH | env("""SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4
+  SLURM_STEP_NUM_NODES=4 SLURM_PROCID=3 SLURM_LOCALID=0""")
+ONE_TASK = SLURM | env("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0")
+TWO_NODES = SLURM | env("SLURM_STEP_NUM_NODES=2")
+OPEN_MPI = env("""OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_RANK=3
+  OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1""")
+INDEXED_JOB = env("JOB_COMPLETION_INDEX=3")
+KUBERNETES = INDEXED_JOB | env("""JAX_NUM_PROCESSES=4
+  JAX_COORDINATOR_ADDRESS=train-0.train:1234""")
+GPUS = env("CUDA_VISIBLE_DEVICES=0,1,2,3")
 
 
 def without(environ, *names):
@@ -115,11 +97,7 @@ def test_one_process_is_found(environ, source):
     ({}, ("a:1", 2), "'a:1'.*--process_id"),
     ({}, (None, 2, 0), "num_processes=2.*--coordinator_address"),
     # One task of Slurm is not the first of two processes.
-    (
-      ONE_TASK | {"JAX_NUM_PROCESSES": "2"},
-      (),
-      "JAX_NUM_PROCESSES=2.*JAX_PROCESS_ID",
-    ),
+    (ONE_TASK | env("JAX_NUM_PROCESSES=2"), (), "ESSES=2.*JAX_PROCESS_ID"),
     # Values that are not allowed.
     ({}, ("a:1", 2, 2), "process_id=2 .*num_processes=2"),
     ({}, ("a:1", "2", 0), "num_processes .*'2'"),
@@ -159,21 +137,12 @@ def test_gpus_of_a_machine_are_divided(environ, ids):
   assert cluster.find(environ).local_device_ids == ids
 
 
-@pytest.mark.parametrize(
-  "environ",
-  [
-    JAX | {"JAX_COORDINATOR_ADDRESS": "no address"},
-    {"WORLD_SIZE": "4", "RANK": "3"},
-    SLURM,
-    INDEXED_JOB | {"JAX_NUM_PROCESSES": "4"},
-  ],
-)
-def test_workers_need_no_coordinator(environ):
-  found = cluster.find(environ, needs_coordinator=False)
-  assert (found.process_id, found.num_processes) == (3, 4)
-
-
-def test_a_worker_without_a_number_is_not_asked_for_a_coordinator():
+def test_workers_need_no_coordinator():
+  wrong = JAX | {"JAX_COORDINATOR_ADDRESS": "no address"}
+  launcher, pod = env("WORLD_SIZE=4 RANK=3"), without(KUBERNETES, *JAX)
+  for environ in (wrong, launcher, SLURM, pod | env("JAX_NUM_PROCESSES=4")):
+    found = cluster.find(environ, needs_coordinator=False)
+    assert (found.process_id, found.num_processes) == (3, 4)
   with pytest.raises(ValueError, match="--process_id") as e:
     cluster.find({}, num_processes=4, needs_coordinator=False)
   assert "coordinator" not in str(e.value)

@@ -1,4 +1,4 @@
-"""An uncaught exception or a killed process ends all of them."""
+"""Processes are connected, and an exception or a kill ends all of them."""
 
 import re
 import signal
@@ -9,21 +9,31 @@ import two_processes
 
 pytestmark = pytest.mark.slow
 
-# A program with its own loop; `sys.argv[4]` is what happens in a step.
+# A program with its own loop; `sys.argv[4]` is what happens in a step. Its
+# variables are those of torchrun.
 _PROGRAM = """
-import os, signal, sys, time
+import os, signal, socket, sys, time
+port, index = sys.argv[1:3]
+os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", WORLD_SIZE="2",
+                   RANK=index, JAX_COORDINATOR_PORT=port)
 import jax
 jax.config.update("jax_platforms", "cpu")
 import flaxshard as fs
 from flaxshard.processes import failures
 
-index = int(sys.argv[2])
-fs.initialize(f"127.0.0.1:{sys.argv[1]}", 2, index, heartbeat_timeout=10)
+index = int(index)
+cluster = fs.initialize(heartbeat_timeout=10)
+assert "torchrun" in cluster.source
+# A second call does nothing.
+assert fs.initialize() == cluster
+# All processes are on this machine: no other address of it has the port open.
+assert socket.socket().connect_ex(("127.0.0.2", int(port)))
 import numpy as np
 from jax.experimental import multihost_utils
 
 for step in range(6):
-  multihost_utils.process_allgather(np.ones(2))
+  found = multihost_utils.process_allgather(np.array([index]))
+  assert found.ravel().tolist() == [0, 1]
   if step == int(sys.argv[3]):
     exec(sys.argv[4])
 """
