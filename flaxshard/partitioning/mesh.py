@@ -78,8 +78,12 @@ def create(
     flat = np.array(
       compile_only.all_devices() if devices is None else devices, object
     ).ravel()
-    if not flat.size:
-      raise ValueError("devices must have at least one device, got none.")
+    known = {d for d in flat if isinstance(d, jax.Device)}
+    if not known or len(known) < flat.size:
+      raise ValueError(
+        f"devices must be JAX devices, at least one, and each once, got "
+        f"{devices!r}."
+      )
     # One replica per device.
     axes = axis_sizes(
       {REPLICA: -1} if mesh_shape is None else mesh_shape, flat.size
