@@ -18,30 +18,21 @@
 # @title Set-up: installs flaxshard where it is missing
 import glob, importlib.util, os, shutil, subprocess, sys
 
-has_tpu = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
-has_gpu = shutil.which("nvidia-smi") is not None
 if importlib.util.find_spec("flaxshard") is None:
-  if "jax" in sys.modules:
-    raise RuntimeError("Restart the session: JAX was imported before.")
+  assert "jax" not in sys.modules, "Restart the session: JAX was imported."
+  has_tpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
   address = "git+https://github.com/flaxshard/flaxshard"
-  extras = "train,export,tpu" if has_tpu else "train,export"
-  package = (
-    f"flaxshard[{extras}] @ {os.environ.get('FLAXSHARD_SOURCE', address)}"
-  )
+  source = os.environ.get("FLAXSHARD_SOURCE", address)
+  package = f"flaxshard[train,export{',tpu' if has_tpu else ''}] @ {source}"
   # JAX 0.12 needs a newer NumPy than Colab's, which is imported already.
-  jax = "jax[cuda12]<0.12" if has_gpu else "jax<0.12"
+  jax = "jax[cuda12]<0.12" if shutil.which("nvidia-smi") else "jax<0.12"
   pip = [sys.executable, "-m", "pip", "install", "--quiet"]
   subprocess.run([*pip, package, jax], check=True)
-if not (has_tpu or has_gpu):
-  os.environ.setdefault("JAX_PLATFORMS", "cpu")  # which emulates eight devices
-flag = "--xla_force_host_platform_device_count=8"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import flaxshard as fs
 
 print(jax.device_count(), "x", jax.devices()[0].device_kind)
-print("JAX", jax.__version__, "flaxshard", fs.__version__)
 
 # %% [markdown]
 # ## Why float16 needs a scale
