@@ -19,10 +19,14 @@ import flaxshard as fs
 
 P = jax.sharding.PartitionSpec
 FIGURES = pathlib.Path(__file__).parents[1] / "testdata" / "agn.json"
+LOCAL_SGD = fs.AGN(3, "mean", commit_delta=True, outer_tx=optax.sgd(1.0))
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+DILOCO = fs.AGN(4, "mean", commit_delta=True, outer_tx=NESTEROV)
 
 
-@pytest.mark.filterwarnings("ignore:AGN. communication_period")
+pytestmark = pytest.mark.filterwarnings("ignore:AGN. communication_period")
+
+
 @pytest.mark.parametrize(
   ("wrapper", "name", "sizes"),
   [
@@ -35,18 +39,9 @@ NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
     (fs.AGN(3), "adam", dict(replicas=None, steps=4)),
     # Deltas with the inner optimizer.
     (fs.AGN(3, "sum", commit_delta=True), "sgd", dict(replicas=2, steps=4)),
-    # Local SGD: the center is the mean of the local parameters.
-    (
-      fs.AGN(3, "mean", commit_delta=True, outer_tx=optax.sgd(1.0)),
-      "adam",
-      dict(steps=6),
-    ),
-    # DiLoCo.
-    (
-      fs.AGN(4, "mean", commit_delta=True, outer_tx=NESTEROV),
-      "adam",
-      dict(replicas=3, steps=9),
-    ),
+    # The center is the mean of the local parameters.
+    (LOCAL_SGD, "adam", dict(steps=6)),
+    (DILOCO, "adam", dict(replicas=3, steps=9)),
     (fs.AGN(3, outer_tx=optax.adam(0.02)), "momentum", dict(replicas=3)),
   ],
 )

@@ -15,7 +15,7 @@ from flaxshard.wrappers import from_config
 SGD = optax.sgd(1.0)
 STORE = fs.Store()
 TWO = agn_problem.strategy_of(2)
-SUM = fs.Accumulate(2)
+CROSS, SUM = fs.CrossShard(), fs.Accumulate(2)
 OWN_SUM = fs.Accumulate(2, per_replica=True)
 
 
@@ -79,9 +79,8 @@ def scale_in_minimize(state):
 def update_with(grads=1.0, **extra):
   opt = fs.wrap(optax.contrib.reduce_on_plateau())
   params = {"w": jnp.ones(2)}
-  return opt.update(
-    {"w": params["w"] * grads}, opt.init(params), params, **extra
-  )
+  grads = {"w": params["w"] * grads}
+  return opt.update(grads, opt.init(params), params, **extra)
 
 
 MISTAKES = [
@@ -143,19 +142,11 @@ MISTAKES = [
   (lambda: fs.wrap(SGD, [fs.AGN(2), fs.EMA()]), ValueError, "put 'ema' first"),
   (lambda: fs.wrap(optax.sgd), TypeError, r"tx .* Call it: sgd\(1e-3\)"),
   # What may stand inside of another one.
-  (
-    lambda: create(fs.AGN(), fs.CrossShard()),
-    ValueError,
-    "'cross_shard' first",
-  ),
+  (lambda: create(fs.AGN(), CROSS), ValueError, "put 'cross_shard' first"),
   (lambda: create(fs.AGN(), SUM), ValueError, "put 'accumulate' first"),
-  (lambda: create(fs.CrossShard(), OWN_SUM), ValueError, "'accumulate' first"),
+  (lambda: create(CROSS, OWN_SUM), ValueError, "put 'accumulate' first"),
   (lambda: create(SUM, fs.LossScale()), ValueError, "put 'loss_scale' first"),
-  (
-    lambda: create(SUM, fs.CrossShard()),
-    ValueError,
-    r"=False\): put 'cross_sh",
-  ),
+  (lambda: create(SUM, CROSS), ValueError, r"=False\): put 'cross_shard'"),
   # Replicas.
   (lambda: create(FOUR, strategy=TWO), ValueError, "the 2 replicas, 0 to 1"),
   (groups_of_four_in_run_of_two, ValueError, "the 2 replicas, 0 to 1"),
@@ -164,22 +155,14 @@ MISTAKES = [
   (agn_of_one_replica_in_run, ValueError, r"agn/local_params/b.*\(1, 3\)"),
   # Scaled and unscaled once.
   (lambda: scale(unscale_twice), ValueError, "unscale_gradients: .* already"),
-  (
-    lambda: scale(jax.jit(unscale_twice)),
-    ValueError,
-    "unscale_gradients: .*al",
-  ),
+  (lambda: scale(jax.jit(unscale_twice)), ValueError, "unscale_gradients: "),
   (lambda: scale(scale_in_minimize), ValueError, "scale_loss: .* themselves"),
   (lambda: scale(jax.jit(scale_in_minimize)), ValueError, "scale_loss: "),
   # An update without a TrainState.
   (lambda: update_with(valeu=2.0), TypeError, "'valeu' .* mean 'value'"),
   (lambda: update_with(jnp.ones((3, 1))), ValueError, "match .* w: shape"),
   # Configs.
-  (
-    lambda: config(("los_scale", {})),
-    ValueError,
-    r"wrappers\[0\].*'loss_scale'",
-  ),
+  (lambda: config("los_scale"), ValueError, r"wrappers\[0\].*'loss_scale'"),
   (lambda: config("ema", ("ema", {"a": 8})), ValueError, r"wrappers\[1\].*'a'"),
   (lambda: config(("ema", {"decay": 2})), ValueError, r"wrappers\[0\].*2"),
   (lambda: config(("loss_scale", {"scale": {"type": "a"}})), ValueError, "'a'"),

@@ -46,17 +46,6 @@ class OtherAffine(Affine):
   pass
 
 
-@dataclasses.dataclass(frozen=True)
-class Counter(fs.wrappers.Base):
-  """Counts the calls of `apply`."""
-
-  def init(self, params, tx):
-    return jnp.zeros((), jnp.int32)
-
-  def apply(self, state, target, grads, next):
-    return next(target, grads), state + 1
-
-
 create = functools.partial(
   quadratic_states.create, params={"w": np.array([2.0, -3.0], np.float32)}
 )
@@ -84,24 +73,6 @@ def test_the_outermost_wrapper_sees_gradients_first():
   applied = step(create([SignGradients(), fs.LossScale("dynamic")]), bad)
   np.testing.assert_array_equal(applied.params["w"], [1.5, -2.5])
   assert int(applied.step) == 1
-
-
-@pytest.mark.parametrize(
-  ("wrappers", "counted"),
-  [
-    # Only the state of a wrapper inside LossScale is kept.
-    ([fs.LossScale("dynamic"), Counter()], [1, 1, 2]),
-    ([Counter(), fs.LossScale("dynamic")], [1, 2, 3]),
-  ],
-)
-def test_skipped_step_keeps_the_states_of_inner_wrappers(wrappers, counted):
-  state, seen = create(wrappers), []
-  for g in (1.0, np.nan, 1.0):
-    state = step(state, jnp.array([g, 0.0]))
-    seen.append(int(state.wrapper_states["counter"]))
-  assert seen == counted
-  assert int(state.step) == 2
-  np.testing.assert_array_equal(state.params["w"], [1.0, -3.0])
 
 
 # Outside of a trace.
