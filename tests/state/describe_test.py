@@ -66,21 +66,18 @@ def test_bytes_of_a_train_state():
 def test_repr_of_a_state():
   state = fs.TrainState.create(
     apply_fn=None,
-    params={"bias": jnp.zeros(3), "kernel": jnp.ones((2, 3))},
+    params={"bias": jnp.zeros(3)},
     tx=optax.adam(0.1),
     rngs={"key": jax.random.key(0)},
   )
   with jax.transfer_guard("disallow"):
     text = repr(state)
-  assert "  params: 2 arrays, 36 B\n    bias  float32[3]\n    kernel" in text
   # Functions without their addresses, which differ in every run.
-  assert "0x" not in text
+  assert "bias  float32[3]\n" in text and "0x" not in text
   # Without values: traced, abstract, deleted, or no arrays.
   seen = []
   jax.jit(lambda s: seen.append(repr(s)))(state)
   assert seen == [repr(jax.eval_shape(lambda: state))]
-  assert "params={'bias': '1'," in repr(
-    jax.tree.map(lambda x: str(x.ndim), state)
-  )
+  assert "{'bias': ShapedArray" in repr(jax.tree.map(jax.typeof, state))
   jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)(state)
   assert "int32[] deleted" in repr(state)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import flaxshard as fs
 
@@ -51,11 +50,14 @@ def make(model=None, lora=LORA, rng=KEY, **kwargs):
   )
 
 
+def variables(state):
+  names = ("params", "frozen", "batch_stats")
+  return {name: getattr(state, name) for name in names if hasattr(state, name)}
+
+
 def loss(state, params):
-  variables = {"params": params, "frozen": state.frozen}
-  if hasattr(state, "batch_stats"):
-    variables["batch_stats"] = state.batch_stats
-  return jnp.mean((state.apply_fn(variables, X) - Y) ** 2)
+  outputs = state.apply_fn({**variables(state), "params": params}, X)
+  return jnp.mean((outputs - Y) ** 2)
 
 
 @jax.jit
@@ -68,13 +70,8 @@ def shapes(tree):
   return jax.tree.map(jnp.shape, tree)
 
 
-@pytest.fixture(scope="module")
-def state():
-  return make()
-
-
-def test_factors_and_frozen_parameters(state):
-  plain = make(lora=None)
+def test_factors_and_frozen_parameters():
+  state, plain = make(), make(lora=None)
   assert shapes(state.params) == {
     "body": {"kernel": {"lora_a": (32, 4), "lora_b": (4, 4, 16)}},
     "head": {
@@ -93,22 +90,15 @@ def test_factors_and_frozen_parameters(state):
   merged = fs.merge_lora(state)
   jax.tree.map(np.testing.assert_array_equal, merged["params"], plain.params)
   assert fs.merge_lora(plain)["params"] is plain.params
+  # The model has no collection `frozen` to change.
+  for mutable in (["batch_stats"], ["batch_stats", "frozen"]):
+    _, new = state.apply_fn(variables(state), X, train=True, mutable=mutable)
+    assert set(new) == {"batch_stats"}
 
 
-@pytest.mark.parametrize(
-  ("model", "kwargs"),
-  [
-    pytest.param(Net(), {}, id="linen"),
-    pytest.param(
-      lambda rngs: Module(rngs),
-      {"strategy": STRATEGY, "wrappers": [fs.LossScale(8.0)]},
-      id="nnx_function_on_strategy",
-      marks=pytest.mark.slow,
-    ),
-  ],
-)
-def test_only_factors_are_trained(model, kwargs):
-  state = new = make(model, **kwargs)
+def test_only_factors_are_trained():
+  model = lambda rngs: Module(rngs)
+  state = new = make(model, strategy=STRATEGY, wrappers=[fs.LossScale(8.0)])
   losses = []
   for _ in range(10):
     new, value = step(new)
@@ -116,25 +106,16 @@ def test_only_factors_are_trained(model, kwargs):
   assert losses[-1] < 0.6 * losses[0]
   jax.tree.map(np.testing.assert_array_equal, new.frozen, state.frozen)
   # Merged parameters give the outputs of the state.
-  variables = fs.merge_lora(new)
+  merged = fs.merge_lora(new)
   apply_fn = make(model, lora=None).apply_fn
-  value = jnp.mean((apply_fn(variables, X) - Y) ** 2)
+  value = jnp.mean((apply_fn(merged, X) - Y) ** 2)
   np.testing.assert_allclose(value, loss(new, new.params), rtol=1e-5)
   factors = new.params["body"]["kernel"]
-  product = jnp.tensordot(factors["lora_a"], factors["lora_b"], 1)
   np.testing.assert_allclose(
-    variables["params"]["body"]["kernel"],
-    state.frozen["body"]["kernel"] + 2 * product,
+    merged["params"]["body"]["kernel"],
+    state.frozen["body"]["kernel"] + 2 * factors["lora_a"] @ factors["lora_b"],
     rtol=1e-5,
   )
-
-
-def test_collections_of_the_model_and_the_mode(state):
-  stats = {"frozen": state.frozen, "batch_stats": state.batch_stats}
-  variables = {"params": state.params, **stats}
-  for mutable in (["batch_stats"], ["batch_stats", "frozen"]):
-    _, new = state.apply_fn(variables, X, train=True, mutable=mutable)
-    assert set(new) == {"batch_stats"}
 
 
 class Stack(nn.Module):

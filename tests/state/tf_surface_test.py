@@ -171,32 +171,6 @@ def test_gated_gradients_have_the_same_values_and_pass_in_16_bits(wrappers):
   assert operands.count(["float32", "bfloat16"]) == 2
 
 
-# step, which stands for TensorFlow's global_step.
-
-
-@pytest.mark.parametrize(
-  ("wrappers", "steps"),
-  [
-    ((), [1, 2, 3, 4]),
-    # An overflow in the second step.
-    ((DYNAMIC,), [1, 1, 2, 3]),
-    # A fixed scale skips nothing.
-    ((fs.LossScale(8.0),), [1, 2, 3, 4]),
-    # Three local steps, of which one is skipped.
-    ((DYNAMIC, fs.AGN(2)), [1, 1, 2, 3]),
-    # An update for two batches; the second has no finite gradients.
-    ((DYNAMIC, fs.Accumulate(2)), [0, 0, 1, 1]),
-  ],
-)
-def test_step_counts_updates(wrappers, steps):
-  state = create(wrappers)
-  got = []
-  for factor in (1.0, np.inf, 1.0, 1.0):
-    state, _ = state.minimize(quadratic, factor)
-    got.append(int(state.step))
-  assert got == steps
-
-
 # Slots.
 
 SLOTS = [

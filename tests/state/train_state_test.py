@@ -106,27 +106,6 @@ def test_second_step_does_not_recompile(wrappers, param):
 # Loss and gradients.
 
 
-def test_loss_and_gradients_are_unscaled_also_by_hand():
-  state = create([fs.LossScale(1024.0)])
-
-  def loss_fn(params, scale, shift):
-    loss = quadratic(params, scale, shift)
-    return loss, {"twice": 2 * loss, "name": jnp.arange(2)}
-
-  @jax.jit
-  def grad_step(state, scale):
-    return state.value_and_grad(loss_fn, scale, 1.0, has_aux=True)
-
-  (loss, aux), grads = grad_step(state, 2.0)
-  assert (float(loss), float(aux["twice"])) == (11.5, 23.0)
-  np.testing.assert_array_equal(aux["name"], [0, 1])
-  np.testing.assert_array_equal(grads["w"], [4.0, -8.0])
-  by_hand = lambda p: state.scale_loss(loss_fn(p, 2.0, 1.0)[0])
-  scaled = jax.grad(by_hand)(state.params)
-  np.testing.assert_array_equal(scaled["w"], [4096.0, -8192.0])
-  assert_trees_equal(state.unscale_gradients(scaled), grads)
-
-
 def test_different_paths_with_the_same_string():
   params = {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}
   state = create(DYNAMIC, params=params)
@@ -181,13 +160,11 @@ class EmaState(fs.TrainState):
 
 
 def _init(params):
-  return {"trace": jax.tree.map(jnp.zeros_like, params)}
+  return jax.tree.map(jnp.zeros_like, params)
 
 
 def _update(updates, state, params=None):
-  del params
-  trace = jax.tree.map(lambda t, u: 0.5 * t + u, state["trace"], updates)
-  return jax.tree.map(lambda t: -t, trace), {"trace": trace}
+  return jax.tree.map(jnp.negative, updates), updates
 
 
 # Pickle finds these functions by name; those inside optax have none.
