@@ -209,7 +209,13 @@ def _join(batches: list[PyTree]) -> PyTree:
     return batches[0]
   for batch in batches:
     sharding.flatten(batch)  # checks that its leaves have the same rows
-  return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
+  try:
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
+  except ValueError as e:
+    raise ValueError(
+      f"the batches of {len(batches)} replicas, which become one, must differ "
+      f"in their rows alone; `bucket` does not pad each of them: {e}"
+    ) from e
 
 
 def copy_state(source: Any) -> Any:
