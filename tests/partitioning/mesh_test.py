@@ -86,6 +86,8 @@ def test_mesh_shape_without_replicas_warns():
   ("call", "error", "facts"),
   [
     (lambda: make(None, []), ValueError, "devices .*at least one"),
+    (lambda: make(None, [0, 1]), ValueError, r"devices .*got \[0, 1\]"),
+    (lambda: make(None, jax.devices()[:1] * 2), ValueError, "each once"),
     (lambda: make([0]), TypeError, "device_assignment .*devices="),
     (
       lambda: fs.Strategy(mesh_shape=[8]),
