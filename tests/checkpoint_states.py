@@ -35,13 +35,16 @@ def our_state(stack, tx=plain_states.TX):
   )
 
 
-def weights(value=1.0, tx=plain_states.TX, wrappers=(SCALED,), size=3):
+def weights(
+  value=1.0, tx=plain_states.TX, wrappers=(SCALED,), size=3, **fields
+):
   """Returns a state of a single parameter, all of one value."""
   return fs.TrainState.create(
     apply_fn=None,
     params={"w": jnp.full(size, float(value))},
     tx=tx,
     wrappers=wrappers,
+    **fields,
   )
 
 
