@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import plain_states
 import pytest
 from safetensors import numpy as safetensors_numpy
 from tree_equality import assert_trees_equal
@@ -53,13 +54,7 @@ def make(seed=0, model=NET, **kwargs):
 @pytest.fixture(scope="module")
 def pretrained():
   """A state that differs from a new one in every array."""
-  state = make(seed=1)
-  return state.replace(
-    step=jnp.int32(7),
-    params=jax.tree.map(lambda x: x + 1, state.params),
-    opt_state=jax.tree.map(lambda x: x + 1, state.opt_state),
-    batch_stats=jax.tree.map(lambda x: x + 2, state.batch_stats),
-  )
+  return plain_states.changed(make(seed=1))
 
 
 def variables_of(state):
@@ -86,15 +81,14 @@ def save_bytes(path, state):
 
 
 def save_safetensors(path, state):
-  leaves = trees.leaves_by_path(variables_of(state)).items()
-  tensors = {".".join(key): np.asarray(x) for key, x in leaves}
-  index = {name: f"{name[0]}.safetensors" for name in tensors}
-  for file in set(index.values()):
-    part = {k: x for k, x in tensors.items() if index[k] == file}
-    safetensors_numpy.save_file(part, path / file)
-  (path / "model.safetensors.index.json").write_text(
-    json.dumps({"metadata": {}, "weight_map": index})
-  )
+  file_of = {}
+  for name, tree in variables_of(state).items():
+    leaves = trees.leaves_by_path({name: tree}).items()
+    tensors = {".".join(key): np.asarray(x) for key, x in leaves}
+    safetensors_numpy.save_file(tensors, path / f"{name}.safetensors")
+    file_of |= dict.fromkeys(tensors, f"{name}.safetensors")
+  index = json.dumps({"metadata": {}, "weight_map": file_of})
+  (path / "model.safetensors.index.json").write_text(index)
   return path
 
 
