@@ -34,6 +34,19 @@ def _write_program(path, text, interpreter="/bin/sh"):
   path.chmod(0o700)
 
 
+def _run(command, programs, cwd, **variables):
+  """Runs a script that finds the programs of a folder first."""
+  variables["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
+  return subprocess.run(
+    command,
+    cwd=cwd,
+    capture_output=True,
+    text=True,
+    timeout=60,
+    env=os.environ | variables,
+  )
+
+
 @pytest.mark.slow
 def test_shellcheck_finds_nothing():
   folders = f"{os.environ['PATH']}{os.pathsep}{os.path.dirname(sys.executable)}"
@@ -46,42 +59,6 @@ def test_shellcheck_finds_nothing():
 
 
 # Slurm.
-
-
-@pytest.fixture
-def slurm(tmp_path):
-  """Returns a function that runs a script as Slurm's sbatch does.
-
-  `srun`, `squeue` and `scontrol` are programs of the test; `scontrol` writes
-  its arguments to the file `scontrol`.
-  """
-  programs = tmp_path / "bin"
-  _write_program(programs / "scontrol", f'echo "$@" >> {tmp_path}/scontrol')
-  _write_program(programs / "squeue", "echo $FAKE_STATE")
-  _write_program(tmp_path / "venv" / "bin" / "activate", "")
-
-  def run(script, argument, srun, **variables):
-    _write_program(programs / "srun", srun)
-    return subprocess.run(
-      ["bash", script, argument],
-      cwd=tmp_path,
-      capture_output=True,
-      text=True,
-      timeout=60,
-      env={
-        **os.environ,
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "VENV": str(tmp_path / "venv"),
-        # What sbatch sets for the script.
-        "SLURM_JOB_ID": "4711",
-        "SLURM_CPUS_PER_TASK": "8",
-        "SLURM_ARRAY_TASK_COUNT": "4",
-        "SLURM_ARRAY_TASK_ID": "2",
-        **variables,
-      },
-    )
-
-  return run
 
 
 @pytest.mark.parametrize(
@@ -100,17 +77,30 @@ def slurm(tmp_path):
   ],
 )
 def test_slurm_passes_arguments_and_requeues_a_job_that_was_terminated(
-  slurm, tmp_path, script, code, state, restarts, is_requeued
+  tmp_path, script, code, state, restarts, is_requeued
 ):
+  programs, calls = tmp_path / "bin", tmp_path / "calls"
+  _write_program(programs / "srun", f"""printf '%s\\n' "$@"; exit {code}""")
+  _write_program(programs / "squeue", f"echo {state}")
+  _write_program(programs / "scontrol", f'echo "$@" >> {calls}')
+  _write_program(tmp_path / "venv" / "bin" / "activate", "")
   argument = "--config.wrappers=(('agn', {'n': 2}),)"
-  srun = f"""printf '%s\\n' "$@"; exit {code}"""
-  variables = {"FAKE_STATE": state, "SLURM_RESTART_COUNT": restarts}
-  result = slurm(script, argument, srun, **variables)
+  result = _run(
+    ["bash", script, argument],
+    programs,
+    tmp_path,
+    VENV=str(tmp_path / "venv"),
+    # What sbatch sets for the script.
+    SLURM_JOB_ID="4711",
+    SLURM_CPUS_PER_TASK="8",
+    SLURM_ARRAY_TASK_COUNT="4",
+    SLURM_ARRAY_TASK_ID="2",
+    SLURM_RESTART_COUNT=restarts,
+  )
   assert result.returncode == code, result.stderr
   flags = ["--num_processes=4", "--process_id=2"] if script == _WORKERS else []
   command = ["python", "-m", "flaxshard", *flags, argument]
   assert result.stdout.splitlines() == ["--cpus-per-task=8", *command]
-  calls = tmp_path / "scontrol"
   assert calls.exists() == is_requeued
   assert not is_requeued or calls.read_text() == "requeue 4711\n"
 
@@ -203,40 +193,28 @@ def cloud_tpu(tmp_path):
   """Returns a function that runs the script with a `gcloud` of the test.
 
   It returns the result, and the arguments of each call of `gcloud`. That has
-  three states: not found until `create`, provisioning once, and `FAKE_STATE`.
+  three states: not found until `create`, provisioning once, and `STATE`.
   """
   calls = tmp_path / "calls"
+  calls.touch()
   program = f"""
 import json, os, pathlib, sys
 calls = pathlib.Path({str(calls)!r})
-before = calls.read_text().splitlines() if calls.exists() else []
-with calls.open("a") as f:
-  print(json.dumps(sys.argv[1:]), file=f)
+before = calls.read_text()
+calls.write_text(before + json.dumps(sys.argv[1:]) + "\\n")
 if sys.argv[4] == "describe":
-  if not any('"create"' in line for line in before):
+  if '"create"' not in before:
     sys.exit("NOT_FOUND")
-  is_new = '"create"' in before[-1]
-  print("PROVISIONING" if is_new else os.environ["FAKE_STATE"])
+  is_new = '"create"' in before.splitlines()[-1]
+  print("PROVISIONING" if is_new else os.environ["STATE"])
 """
   _write_program(tmp_path / "bin" / "gcloud", program, sys.executable)
+  variables = {"POLL_SECONDS": "0", "TMPDIR": str(tmp_path)}
 
   def run(*arguments, state="ACTIVE"):
-    result = subprocess.run(
-      [_LAUNCH / "cloud_tpu.sh", *arguments],
-      cwd=_ROOT,
-      capture_output=True,
-      text=True,
-      timeout=60,
-      env={
-        **os.environ,
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "POLL_SECONDS": "0",
-        "TMPDIR": str(tmp_path),
-        "FAKE_STATE": state,
-      },
-    )
-    lines = calls.read_text().splitlines() if calls.exists() else []
-    return result, [json.loads(line) for line in lines]
+    command = [_LAUNCH / "cloud_tpu.sh", *arguments]
+    result = _run(command, tmp_path / "bin", _ROOT, STATE=state, **variables)
+    return result, [json.loads(x) for x in calls.read_text().splitlines()]
 
   return run
 
@@ -250,8 +228,7 @@ def test_cloud_tpu_requests_waits_copies_and_trains(cloud_tpu, tmp_path):
   assert [call[3] for call in calls] == (
     ["describe", "create", "describe", "describe", "scp", "ssh", "ssh"]
   )
-  create, scp, setup, train = (calls[i] for i in (1, 4, 5, 6))
-  assert create[4:-1] == [
+  assert calls[1][4:-1] == [
     "digits",
     "--accelerator-type=v4-16",
     "--runtime-version=tpu-ubuntu2204-base",
@@ -259,21 +236,18 @@ def test_cloud_tpu_requests_waits_copies_and_trains(cloud_tpu, tmp_path):
     "--spot",
   ]
   archive = tmp_path / "digits.tar.gz"
-  assert scp[4:6] == [str(archive), "digits:flaxshard.tar.gz"]
-  for call in (scp, setup, train):
+  assert calls[4][4:6] == [str(archive), "digits:flaxshard.tar.gz"]
+  for call in calls[4:]:
     assert {"--node=all", "--worker=all"} <= set(call)
   names = subprocess.check_output(["tar", "-tzf", archive], text=True).split()
   assert {"pyproject.toml", "configs/digits.py"} <= set(names)
   assert not any(name.startswith((".git/", ".venv/")) for name in names)
 
-  commands = [
-    next(a for a in call if a.startswith("--command=")).partition("=")[2]
-    for call in (setup, train)
-  ]
-  for command in commands:
+  setup, train = (call[-2].removeprefix("--command=") for call in calls[5:])
+  for command in (setup, train):
     subprocess.run(["bash", "-n", "-c", command], check=True)
-  assert "python3.11 -m venv" in commands[0]
-  words = shlex.split(commands[1].splitlines()[-1])
+  assert "python3.11 -m venv" in setup
+  words = shlex.split(train.splitlines()[-1])
   assert words[2:] == ["-m", "flaxshard", *_TRAINING]
 
   # --dry_run prints the same commands. Bash reads its own quotes: $'...' is not
