@@ -1,6 +1,7 @@
 """Worker: mistakes, other facts, damage, and stores that are not reachable."""
 
 import functools
+import re
 import threading
 import time
 
@@ -100,21 +101,20 @@ def test_the_number_may_come_from_a_launcher(monkeypatch):
   assert (worker.worker_id, worker.num_workers) == (1, 3)
 
 
-def test_calls_in_the_wrong_order(directory):
-  state = create()
-  worker = fs.Worker(directory, 0, 1)
+def test_calls_in_the_wrong_order():
+  state, one = create(), worker(0, 1)
 
   def check_calls():
-    for call in ("commit", "settle", "finish"):
-      with pytest.raises(RuntimeError, match=f"Worker: {call} needs a worker"):
-        getattr(worker, call)(state)
+    for call in (one.commit, one.settle, one.finish):
+      with pytest.raises(RuntimeError, match="needs a worker that"):
+        call(state)
 
   check_calls()
-  with worker:
-    worker.start(state)
+  with one:
+    one.start(state)
     with pytest.raises(RuntimeError, match="start was called before"):
-      worker.start(state)
-  assert worker.is_closed
+      one.start(state)
+  assert one.is_closed
   check_calls()
 
 
@@ -197,22 +197,19 @@ BAD = {
   "lacks": encoding.pack({"arrays": GOOD["arrays"]}),
   "steps": encoding.pack({**GOOD, "steps": 0}),
   "step": encoding.pack({**GOOD, "step": "a"}),
-  "version": encoding.pack({**GOOD, "version": None}),
   "examples": encoding.pack({**GOOD, "examples": float("inf")}),
   "unknown": with_arrays(**{"params/c": np.float32(4)}),
   "shape": with_arrays(**{"params/b": np.ones(2, np.float32)}),
   "nan": with_arrays(**{"params/b": np.float32(np.nan)}),
   "code": with_arrays(**{"params/b": {"numbers": 1}}),
   "text": with_arrays(**{"stats/m": "x"}),
-  "no collection": encoding.pack(
-    {**GOOD, "arrays": {"params/b": np.float32(4)}}
-  ),
+  "no collection": encoding.pack({**GOOD, "arrays": {"params/b": np.ones(())}}),
 }
 
 
-def write_foreign(directory, content, name="1-other"):
+def write_foreign(directory, content, worker_id=1):
   """Writes a commit of local step 1 that no worker has made."""
-  folder = directory / "center" / "commit" / "0" / name
+  folder = directory / f"center/commit/0/{worker_id}-foreign"
   folder.mkdir(parents=True)
   (folder / "000000001").write_bytes(content)
   return folder
@@ -224,16 +221,14 @@ def test_a_malformed_commit_is_set_aside(tmp_path, caplog, commit):
   with fs.Worker(str(tmp_path), 0, 1) as worker:
     state = worker.start(create(agn(commit=commit), stats=stats))
     for k, content in enumerate(BAD.values()):
-      folder = write_foreign(tmp_path, content, f"{7 + k}-foreign")
+      folder = write_foreign(tmp_path, content, k)
     (folder / "no number").write_bytes(b"a")
     state = worker.finish(train(worker, state, [1, 1, 2, 2]))
   assert float(state.params["b"]) == 8 - 1 - 2
   np.testing.assert_array_equal(state.stats["m"], stats["m"])
-  aside = [x for x in warnings_of(caplog) if "is set aside" in x]
-  assert len(aside) == len(BAD), aside
-  for k, name in enumerate(BAD):
-    key = f"a commit of worker {7 + k} is set aside: commit/0/{7 + k}-foreign/"
-    assert any(x.startswith(key) for x in aside), name
+  key = r"a commit of worker (\d+) is set aside: commit/0/\1-foreign/0"
+  aside = re.findall(key, "\n".join(warnings_of(caplog)))
+  assert sorted(map(int, aside)) == [*range(len(BAD))]
 
 
 def test_a_mean_of_commits_is_weighted_by_examples(tmp_path):
@@ -250,31 +245,32 @@ def test_a_mean_of_commits_is_weighted_by_examples(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("kind", "way"),
+  ("pattern", "way"),
   [
-    ("center", "damaged"),
-    ("center", "missing"),
-    ("slots", "damaged"),
-    ("slots", "missing"),
+    ("center/0/*", "damaged"),
+    ("center/0/*", "missing"),
+    ("slots/0/*", "damaged"),
+    ("slots/0/*", "missing"),
     ("head", "damaged"),
   ],
 )
-def test_a_damaged_center_is_an_error_that_names_it(tmp_path, kind, way):
+def test_a_damaged_center_is_an_error_that_names_it(tmp_path, pattern, way):
   with fs.Worker(str(tmp_path), 0, 1) as worker:
     train(worker, worker.start(create()), [1, 1])
-  center = tmp_path / "center"
-  for file in [center / kind] if kind == "head" else center.glob(f"{kind}/0/*"):
+  for file in (tmp_path / "center").glob(pattern):
     content = file.read_bytes()
     file.unlink()
     if way == "damaged":
       file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
   with fs.Worker(str(tmp_path), 0, 1) as worker:
-    with pytest.raises(encoding.DamagedError, match=f"{kind}.* is {way}"):
+    with pytest.raises(
+      encoding.DamagedError, match=f"{pattern[:4]}.* is {way}"
+    ):
       worker.start(create())
 
 
-def test_nan_is_not_written_and_the_others_end(directory):
-  with Workers([create()] * 2, step, directory) as group:
+def test_nan_is_not_written_and_the_others_end():
+  with Workers([create()] * 2, step) as group:
     first, second = group.workers
     group.step([np.float32(1)] * 2)
     bad = step(group.states[0], np.float32(np.nan))
