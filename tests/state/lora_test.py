@@ -123,13 +123,8 @@ class Stack(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    body = nn.scan(
-      lambda layer, x: (layer(x), None),
-      variable_axes={"params": 0},
-      split_rngs={"params": True},
-      length=3,
-    )
-    x, _ = body(nn.Dense(32, name="layer"), x)
+    for kernel in self.param("layers", nn.initializers.ones, (3, 32, 32)):
+      x = x @ kernel
     return nn.Dense(8, name="head")(x)
 
 
@@ -137,25 +132,25 @@ def test_stacked_layers_have_factors_each_that_are_split_as_their_kernels():
   state, abstract = (
     make(
       Stack(),
-      fs.LoRA(rank=4, alpha=8, batch_dims=[("^layer/", 1)]),
+      fs.LoRA(4, 8, ("layers", "kernel$"), batch_dims=[("layers", 1)]),
       strategy=STRATEGY,
       rules=(
-        ("^layer/kernel", P(None, "replica", "model")),
-        ("^head/kernel", P("model")),
+        ("layers", P(None, "replica", "model")),
+        ("head/kernel", P("model")),
       ),
       abstract=is_abstract,
     )
     for is_abstract in (False, True)
   )
   assert shapes(state.params) == {
-    "layer": {"kernel": {"lora_a": (3, 32, 4), "lora_b": (3, 4, 32)}},
+    "layers": {"lora_a": (3, 32, 4), "lora_b": (3, 4, 32)},
     "head": {"kernel": {"lora_a": (32, 4), "lora_b": (4, 8)}},
   }
-  layer = {"lora_a": P(None, "replica"), "lora_b": P(None, None, "model")}
-  head = {"lora_a": P("model"), "lora_b": P()}
+  layers = {"lora_a": P(None, "replica"), "lora_b": P(None, None, "model")}
+  head = {"kernel": {"lora_a": P("model"), "lora_b": P()}}
   for params in (state.params, abstract.params, state.opt_state[0].mu):
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
-    assert specs == {"layer": {"kernel": layer}, "head": {"kernel": head}}
+    assert specs == {"layers": layers, "head": head}
   assert jax.tree.leaves(shapes(abstract)) == jax.tree.leaves(shapes(state))
   rng = np.random.default_rng(0)
   params, frozen = jax.tree.map(
@@ -163,9 +158,9 @@ def test_stacked_layers_have_factors_each_that_are_split_as_their_kernels():
     (state.params, state.frozen),
   )
   merged = fs.merge_lora(state.replace(params=params, frozen=frozen))
-  kernel, factors = frozen["layer"]["kernel"], params["layer"]["kernel"]
-  merged = merged["params"]["layer"]["kernel"]
-  assert merged.sharding == kernel.sharding
-  assert kernel.sharding.spec == P(None, "replica", "model")
-  product = np.einsum("lir,lro->lio", factors["lora_a"], factors["lora_b"])
-  np.testing.assert_allclose(merged, kernel + 2 * product, rtol=1e-4, atol=1e-4)
+  merged = merged["params"]["layers"]
+  assert merged.sharding == frozen["layers"].sharding
+  assert merged.sharding.spec == P(None, "replica", "model")
+  a, b = params["layers"]["lora_a"], params["layers"]["lora_b"]
+  wanted = frozen["layers"] + 2 * np.einsum("lir,lro->lio", a, b)
+  np.testing.assert_allclose(merged, wanted, rtol=1e-4, atol=1e-4)
