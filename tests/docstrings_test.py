@@ -12,28 +12,8 @@ import pytest
 
 import flaxshard
 
-
-def examples(source):
-  lines = (line.lstrip() for line in source.splitlines())
-  return sum(x.startswith(">>> ") and "+SKIP" not in x for x in lines)
-
-
-def modules():
-  """Returns the modules that have examples, and how many lines of them."""
-  found = {}
-  for info in pkgutil.walk_packages(flaxshard.__path__, "flaxshard."):
-    if not info.name.endswith("__main__"):
-      module = importlib.import_module(info.name)
-      if count := examples(inspect.getsource(module)):
-        found[info.name] = count
-  return found
-
-
-MODULES = modules()
-
 # What a reader of an example has imported.
 _NAMES = {"fs": flaxshard, "jax": jax, "jnp": jnp, "optax": optax}
-
 # Examples that train or compile for more than a second.
 _SLOW = {
   "flaxshard.data.factories",
@@ -44,18 +24,27 @@ _SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name
-    for name in MODULES
-  ],
-)
-def test_examples(name):
-  module = importlib.import_module(name)
+def _count(module):
+  """Returns the number of lines of examples that are run."""
+  lines = map(str.strip, inspect.getsource(module).splitlines())
+  return sum(x.startswith(">>> ") and "+SKIP" not in x for x in lines)
+
+
+def _cases():
+  """Yields the modules that have examples."""
+  for info in pkgutil.walk_packages(flaxshard.__path__, "flaxshard."):
+    if not info.name.endswith("__main__"):
+      module = importlib.import_module(info.name)
+      if _count(module):
+        marks = [pytest.mark.slow] if info.name in _SLOW else []
+        yield pytest.param(module, marks=marks, id=info.name)
+
+
+@pytest.mark.parametrize("module", list(_cases()))
+def test_examples(module):
   results = doctest.testmod(module, extraglobs=_NAMES)
   assert results.failed == 0
   # doctest overlooks some docstrings, so the number of examples is compared.
   # From Python 3.13 on, `attempted` includes the skipped examples.
   ran = results.attempted - getattr(results, "skipped", 0)
-  assert ran == MODULES[name]
+  assert ran == _count(module)

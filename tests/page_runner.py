@@ -7,7 +7,7 @@ tests run.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import io
@@ -26,7 +26,9 @@ from absl import flags
 import jax
 import ml_collections
 import numpy as np
-import page_blocks
+from page_blocks import Block
+from page_blocks import Page
+from page_blocks import ROOT
 import pytest
 import tiny
 
@@ -66,25 +68,21 @@ _FOLDERS = re.compile(r"(?<![\w.])/(?=(tmp|shared)/)")
 # conditions.
 MEASURED = ("benchmarks/README.md", "docs/start.md")
 
+# FSDP splits parameters of at least 16,384 elements: the embeddings of the 256
+# bytes.
+_WIDTHS = {"num_heads": 2, "embed_dim": 64, "mlp_dim": 64}
 _SMALL_MODELS: dict[str, dict[str, Any]] = {
   "cnn": {"features": (4,), "dense": 16},
-  # FSDP splits parameters of at least 16,384 elements: the embeddings of the
-  # 256 bytes.
-  "transformer": {
-    "num_layers": 1,
-    "num_heads": 2,
-    "embed_dim": 64,
-    "mlp_dim": 64,
-    "max_length": 16,
-  },
+  "transformer": {"num_layers": 1, "max_length": 16, **_WIDTHS},
 }
+_KINDS = ("python", "diff", "bash")
 
 
 class PageError(AssertionError):
   """A block does not do what its page says; the message has page and line."""
 
 
-def check_kinds(page: page_blocks.Page) -> None:
+def check_kinds(page: Page) -> None:
   """Raises a `PageError` for the first block that nothing checks."""
   before = None
   for block in page.blocks:
@@ -93,11 +91,7 @@ def check_kinds(page: page_blocks.Page) -> None:
     before = block
 
 
-def _problem(
-  page: page_blocks.Page,
-  block: page_blocks.Block,
-  before: page_blocks.Block | None,
-) -> str:
+def _problem(page: Page, block: Block, before: Block | None) -> str:
   """Returns why nothing checks a block, or an empty string."""
   if block.kind == "bash":
     for command in commands(block.text):
@@ -105,19 +99,18 @@ def _problem(
         return f"no rule for {command!r}: see ELSEWHERE in tests/page_runner.py"
     return ""
   is_figure = not block.kind and page.name in MEASURED
-  is_code = block.kind in ("python", "diff")
-  if is_code or is_figure or covered_by(block.kind, block.text):
+  if block.kind in ("python", "diff") or is_figure:
     return ""
   if block.kind != "text":
     return f"no test checks blocks of the kind {block.kind!r}"
-  if not before or before.kind not in ("python", "bash", "diff"):
+  if not before or before.kind not in _KINDS:
     return "a text follows no code block"
   if not _is_run(before):
     return "a text follows code that is not run: see tests/page_runner.py"
   return ""
 
 
-def _is_run(block: page_blocks.Block) -> bool:
+def _is_run(block: Block) -> bool:
   texts = commands(block.text) if block.kind == "bash" else [block.text]
   return not any(covered_by(block.kind, text) for text in texts)
 
@@ -152,9 +145,7 @@ def _parse(command: str) -> tuple[str | None, list[str]]:
 
 
 def run(
-  page: page_blocks.Page,
-  folder: pathlib.Path,
-  kinds: tuple[str, ...] = ("python", "diff", "bash"),
+  page: Page, folder: pathlib.Path, kinds: Sequence[str] = _KINDS
 ) -> None:
   """Runs the blocks of a page and compares what they print.
 
@@ -169,7 +160,7 @@ def run(
   # A program is the module __main__, also for what looks it up by its name.
   module = types.ModuleType("__main__")
   for name in ("configs", "benchmarks"):
-    (folder / name).symlink_to(page_blocks.ROOT / name)
+    (folder / name).symlink_to(ROOT / name)
   runs: collections.Counter[str] = collections.Counter()
   with _isolated(module, folder) as caught:
     for i, block in enumerate(page.blocks):
@@ -206,19 +197,14 @@ def _side(text: str, sign: str) -> str:
   )
 
 
-def _run_python(
-  page: page_blocks.Page, line: int, text: str, names: dict[str, Any]
-) -> None:
+def _run_python(page: Page, line: int, text: str, names: dict) -> None:
   # Tracebacks point into the page, and show its lines.
   source = "\n" * (line - 1) + text
   exec(compile(source, str(page.path), "exec", dont_inherit=True), names)
 
 
 def _outputs_of(
-  call: Callable[[], None],
-  place: str,
-  caught: list[warnings.WarningMessage],
-  may_fail: bool,
+  call: Callable[[], None], place: str, caught: list[Any], may_fail: bool
 ) -> list[str]:
   """Runs a block and returns what may be said of its output.
 
@@ -251,9 +237,7 @@ def _last_lines(error: BaseException) -> list[str]:
   return [short, text, message, message.splitlines()[-1]]
 
 
-def _compare(
-  page: page_blocks.Page, expected: page_blocks.Block, candidates: list[str]
-) -> None:
+def _compare(page: Page, expected: Block, candidates: list[str]) -> None:
   """Raises a `PageError` if a text block is none of the candidates.
 
   Three dots stand for anything, and so do line breaks for spaces: long messages
@@ -272,7 +256,7 @@ def _compare(
 @contextlib.contextmanager
 def _isolated(
   module: types.ModuleType, folder: pathlib.Path
-) -> Iterator[list[warnings.WarningMessage]]:
+) -> Iterator[list[Any]]:
   """Restores what a page may change; yields the warnings that it gives."""
   config, modules = dict(jax.config.values), set(sys.modules)
   update = jax.config.update
@@ -311,10 +295,7 @@ def _isolated(
 
 
 def _run_commands(
-  text: str,
-  above: list[str],
-  runs: collections.Counter[str],
-  may_fail: bool,
+  text: str, above: list[str], runs: collections.Counter[str], may_fail: bool
 ) -> None:
   """Runs the commands of a block in process, in the current folder.
 
@@ -369,17 +350,17 @@ def _train(arguments: list[str], runs: collections.Counter[str]) -> None:
 
 def _shorten(config: ml_collections.ConfigDict) -> None:
   """Makes a run of two steps of a tiny model of a config."""
+  small: dict[str, Any] = {
+    "num_train_steps": 2,
+    "log_every_steps": 1,
+    "eval_every_steps": 1_000_000,
+    "batch_size": min(config.batch_size, 16),
+    "writer": "none",
+    "model": _SMALL_MODELS.get(config.model.get("name"), {}),
+  }
+  if config.data.get("name") == "text":
+    path = config.data.path or str(ROOT / "flaxshard" / "core")
+    small["batch_size"] = 8
+    small["data"] = {"eval_every": 10, "length": 16, "path": path}
   with config.unlocked(), config.ignore_type():
-    config.num_train_steps = 2
-    config.log_every_steps = 1
-    config.eval_every_steps = 1_000_000
-    config.batch_size = min(config.batch_size, 16)
-    config.writer = "none"
-    if config.model.get("name") in _SMALL_MODELS:
-      config.model.update(_SMALL_MODELS[config.model.name])
-    if config.data.get("name") == "text":
-      config.batch_size = 8
-      config.data.update(eval_every=10, length=16)
-      config.data.path = config.data.path or str(
-        page_blocks.ROOT / "flaxshard" / "core"
-      )
+    config.update(small)

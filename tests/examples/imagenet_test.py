@@ -21,10 +21,6 @@ def _encode(image, mode="RGB"):
   return file.getvalue()
 
 
-class FakeClassLabel:
-  num_classes = 7
-
-
 class FakeBuilder:
   """The part of a TFDS builder that `imagenet` uses."""
 
@@ -33,11 +29,9 @@ class FakeBuilder:
       raise ValueError("Dataset no_such not found.\nAvailable datasets: ...")
     self.data_dir = f"{data_dir}/{name}/1.0.0"
     self.name = name
-    features = {"label": FakeClassLabel()}
-    self.info = types.SimpleNamespace(
-      features=features,
-      splits={} if name == "unprepared" else {"train": 4, "validation": 3},
-    )
+    splits = {} if name == "unprepared" else {"train": 4, "validation": 3}
+    label = types.SimpleNamespace(num_classes=7)
+    self.info = types.SimpleNamespace(features={"label": label}, splits=splits)
 
   def as_data_source(self, split, decoders):
     assert decoders == {"image": "skipped"}
@@ -54,7 +48,7 @@ class FakeBuilder:
 @pytest.fixture
 def fake_tfds(monkeypatch):
   fake = types.ModuleType("tensorflow_datasets")
-  fake.builder = lambda name, data_dir: FakeBuilder(name, data_dir)
+  fake.builder = FakeBuilder
   fake.decode = types.SimpleNamespace(SkipDecoding=lambda: "skipped")
   monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
 
@@ -76,33 +70,28 @@ def test_examples_are_decoded_cropped_and_normalized(fake_tfds):
     example = splits.train[i]
     assert example["inputs"].shape == (h, w, 3)
     assert example["inputs"].dtype == np.uint8
-    augmented = splits.augment(example, np.random.default_rng(i))
-    assert augmented["inputs"].dtype == np.float32
-    np.testing.assert_allclose(augmented["inputs"], _constant(10 * i, 16))
-    assert augmented["labels"] == i
-  for i in range(3):
-    example = splits.eval[i]
-    assert example["inputs"].dtype == np.float32
-    np.testing.assert_allclose(example["inputs"], _constant(10 * i, 16))
-    assert isinstance(example["labels"], np.int32)
-    assert example["labels"] == i
+    examples = [splits.augment(example, np.random.default_rng(i))]
+    if i < 3:
+      examples.append(splits.eval[i])
+    for example in examples:
+      assert example["inputs"].dtype == np.float32
+      np.testing.assert_allclose(example["inputs"], _constant(10 * i, 16))
+      assert isinstance(example["labels"], np.int32)
+      assert example["labels"] == i
 
 
 @pytest.mark.parametrize(
-  ("fields", "facts"),
+  ("fields", "words"),
   [
-    ({"dataset": "unprepared"}, ["'unprepared'", "/d/unprepared"]),
-    ({"dataset": "tfrecord"}, ["python -c", "data_dir='/d'", "'array_record'"]),
-    ({"dataset": "no_such"}, ["dataset='no_such'", "not found."]),
-    ({"eval_split": "test"}, ["eval_split='test'", "Unknown split"]),
+    ({"dataset": "unprepared"}, "'unprepared'.*/d/unprepared"),
+    ({"dataset": "tfrecord"}, "python -c.*data_dir='/d'.*'array_record'"),
+    ({"dataset": "no_such"}, "dataset='no_such'.*not found.(?!.*Available)"),
+    ({"eval_split": "test"}, "eval_split='test'.*Unknown split"),
   ],
 )
-def test_invalid_arguments_raise(fake_tfds, fields, facts):
-  with pytest.raises(ValueError) as e:
+def test_mistakes(fake_tfds, fields, words):
+  with pytest.raises(ValueError, match=f"(?s){words}"):
     _load(**fields)
-  for fact in facts:
-    assert fact in str(e.value)
-  assert "Available datasets" not in str(e.value)
 
 
 def test_gray_images_are_converted_to_rgb():
