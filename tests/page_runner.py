@@ -47,7 +47,7 @@ ELSEWHERE = {
     r"^python3 -m venv (\.venv$|.*-m (flaxshard|pytest))": ".ci/run",
     r"^\.venv/bin/(ruff|python -m (pytest|sphinx)) ": ".ci/run",
     r"^git clone ": "none: the tests need no network",
-    r"^python docs/pictures/": "tests/docs/pictures_test.py",
+    r"^python docs/pictures/": "tests/docs/site_test.py",
     r"^python benchmarks/": "none: a benchmark takes minutes",
     r"^(\S*/)?(pip|python3? -m pip) install ": "pyproject.toml",
     r"--local_processes=": "tests/processes/local_test.py",
@@ -59,7 +59,7 @@ ELSEWHERE = {
   },
   "python": {
     r"fs\.ray\.fit\(": "tests/ray_test.py",
-    r"^import tensorflow as tf\n": "tests/docs/tensorflow_tables_test.py",
+    r"^import tensorflow as tf\n": "tests/docs/site_test.py",
   },
 }
 # Where the examples write. A run of the tests writes in its own folder.
