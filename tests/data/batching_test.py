@@ -51,22 +51,6 @@ def test_each_epoch_has_every_example_once_with_order_and_noise_of_its_own():
   assert len(np.unique([first["noise"], other["noise"]])) == 240
 
 
-def test_a_restored_state_continues_at_the_exact_position():
-  def create():
-    return data.train_iterator(make_splits(), batch_size=5, seed=1)
-
-  whole = take(create(), 7)
-  first, second = create(), create()
-  before = take(first, 4)
-  state = first.get_state()
-  second.set_state(state)
-  assert_trees_equal(before + take(second, 3), whole)
-  # Reading the state does not disturb the iterator.
-  assert_trees_equal(take(first, 3), whole[4:])
-  first.set_state(state)
-  assert_trees_equal(take(first, 3), whole[4:])
-
-
 # Blocks of rows, and the rows of replicas that are not neighbours.
 @pytest.mark.parametrize(
   "shares", [[range(3), range(3, 8)], [[0, 1, 4, 5], np.array([2, 3, 6, 7])]]
@@ -123,25 +107,6 @@ def test_collate_makes_batches_of_any_examples():
     [11] * 3,
   ]
   assert last["mask"].tolist() == [True] * 4 + [False] * 4
-
-
-@pytest.mark.parametrize(
-  ("fields", "facts"),
-  [
-    ({"inputs": np.zeros(2)}, r"'inputs': \(1,\).*'inputs': \(2,\)"),
-    ({"labels": "word"}, r"labels.*<U"),
-  ],
-)
-def test_an_invalid_example_raises_when_it_is_read(fields, facts):
-  examples = list(make_source(12))
-  examples[7] |= fields
-  splits = data.Splits(examples, examples)
-  iterator = data.train_iterator(splits, batch_size=12, seed=0)
-  batches = iter(data.eval_batches(splits, batch_size=4))
-  next(batches)  # without example 7
-  for read in (iterator, batches):
-    with pytest.raises(ValueError, match=f"^config\\.data: .*{facts}"):
-      next(read)
 
 
 # Training data without a length.

@@ -57,6 +57,13 @@ def iterate(**options):
   return data.train_iterator(splits, **options)
 
 
+def read(**fields):
+  """Reads a batch whose last example has other fields."""
+  last = {"x": np.ones(1)} | fields
+  splits = data.Splits([{"x": np.ones(1)}, last])
+  next(data.train_iterator(splits, batch_size=2, seed=0))
+
+
 def examples(size, dtype=np.float32, **fields):
   return [{"inputs": dtype(i), "labels": i, **fields} for i in range(size)]
 
@@ -83,6 +90,7 @@ def two_numbers(example, rng):
 TOKENS = np.arange(9)
 BYTES = TOKENS.astype(np.uint8)
 MASKED = np.ma.masked_array([1, 2], [0, 1])
+SHORT = rows(8), rows(3)
 OBJECTS = np.array([[1, 2], None], object)
 WORDS = np.array(["x", "y"])
 KEYS = jax.random.split(jax.random.key(0))
@@ -125,6 +133,8 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: iterate(batch_size=14), ValueError, "=14 must be at most 12"),
     (lambda: iterate(rows=[2, 1]), ValueError, r"rows .*ascending.*\[2, 1\]"),
     (lambda: iterate(seed=-1), ValueError, "seed .* -1"),
+    (lambda: read(x=TOKENS), ValueError, r"^config.data: .* \(.* \("),
+    (lambda: read(x=WORDS[:1]), ValueError, "^config.data: .*<U"),
     # Leaves of a batch.
     (lambda: leaf(OBJECTS), ValueError, r"\[a/b\].*object.*\(2,\)"),
     (lambda: leaf(WORDS), TypeError, r"\[a/b\].*<U1"),
@@ -157,6 +167,8 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: distributed(FLOATS, INTEGERS), ValueError, "x:.*int32.*float32"),
     (lambda: distributed(FLOATS, [TOKENS]), ValueError, "x:"),
     # Masks and buckets.
+    (lambda: distributed(*SHORT, mask=None), ValueError, "3 .*8.*mask"),
+    (lambda: distributed(np.ones(8), np.ones(3)), ValueError, "3 .*8.*mask"),
     (lambda: distributed(FLOAT_MASK), ValueError, r"\[mask\].*bool.*float"),
     (lambda: distributed(bucket="even"), ValueError, "bucket.*power_.*'even'"),
     (lambda: bucketed(mask=None), ValueError, "bucket.*mask=None"),
