@@ -1,6 +1,5 @@
 """Workdirs: one program at a time writes in one, if it can be written."""
 
-import contextlib
 import os
 import pathlib
 import subprocess
@@ -33,40 +32,31 @@ def create(value):
   )
 
 
-@contextlib.contextmanager
-def locked_by_another_program(*paths):
-  process = subprocess.Popen(
-    [sys.executable, "-c", _HOLD, *map(str, paths)],
-    cwd=_ROOT,
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  with process:
-    assert process.stdout.readline() == "locked\n"
-    yield process
-    process.kill()
-
-
 @pytest.mark.slow
 def test_another_program_holds_the_lock(tmp_path):
   path, workdir = tmp_path / "checkpoints", tmp_path / "workdir"
   workdir.mkdir()
   with fs.Checkpointer(path) as checkpointer:
     checkpointer.save(1, create(1.0))
-  with fs.Checkpointer(path) as checkpointer:
-    with locked_by_another_program(path, workdir) as holder:
-      by_holder = f"is being written by process {holder.pid} on "
-      with pytest.raises(ValueError, match=f"directory='{path}' {by_holder}"):
-        checkpointer.save(2, create(2.0))
-      assert list(checkpointer.all_steps()) == [1]
-      # Reading needs no lock.
-      w = checkpointer.restore(create(0.0)).params["w"]
-      np.testing.assert_array_equal(w, np.ones(3, np.float32))
-      by_holder = f"process {holder.pid} "
-      with pytest.raises(ValueError, match=f"workdir=.* {by_holder}"):
-        train.train_and_evaluate(tiny.config(), str(workdir))
-      assert os.listdir(workdir) == [".lock"]
+  command = [sys.executable, "-c", _HOLD, str(path), str(workdir)]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+  with (
+    fs.Checkpointer(path) as checkpointer,
+    subprocess.Popen(command, cwd=_ROOT, **pipes) as holder,
+  ):
+    assert holder.stdout.readline() == b"locked\n"
+    by_holder = f"is being written by process {holder.pid} on "
+    with pytest.raises(ValueError, match=f"directory='{path}' {by_holder}"):
+      checkpointer.save(2, create(2.0))
+    assert list(checkpointer.all_steps()) == [1]
+    # Reading needs no lock.
+    w = checkpointer.restore(create(0.0)).params["w"]
+    np.testing.assert_array_equal(w, np.ones(3, np.float32))
+    with pytest.raises(ValueError, match=f"workdir=.* process {holder.pid} "):
+      train.train_and_evaluate(tiny.config(), str(workdir))
+    assert os.listdir(workdir) == [".lock"]
+    holder.kill()
+    holder.wait()
     # The file of a killed process is left, and locks nothing.
     assert (path / ".lock").exists()
     assert checkpointer.save(2, create(2.0))

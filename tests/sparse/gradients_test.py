@@ -159,18 +159,6 @@ def test_dense_use_gives_a_whole_array_and_a_warning(name, compiled):
   assert "gradients_test.py:" in message
 
 
-@pytest.mark.slow
-def test_vmap_of_a_step_gives_rows_of_each_example():
-  def fn(t, ids):
-    loss = lambda p: total(p["t"][ids], 1.0)
-    return create({"t": t}, ["t"]).value_and_grad(loss)[1]["t"].to_dense()
-
-  ids = jnp.array([[0, 1], [3, 3]])
-  grad = jax.grad(lambda t, i: total(t[i], 1.0))
-  got, wanted = (jax.vmap(f, (None, 0))(TABLE, ids) for f in (fn, grad))
-  np.testing.assert_array_equal(got, wanted)
-
-
 def test_an_array_beside_a_table_has_its_gradient():
   params = {"t": TABLE, "u": jnp.cos(TABLE)}
   fn = lambda p: total((p["t"] * p["u"])[IDS], BIAS)
