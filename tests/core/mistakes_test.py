@@ -16,6 +16,7 @@ from flaxshard.core import registry
 
 SGD = optax.sgd(0.1)
 PARAMS = {"encoder": {"w": jnp.ones((3, 2))}, "head": {"w": jnp.ones(2)}}
+FROZEN = fs.freeze(SGD, ["encoder"])
 URL = "hdfs://host/run"
 
 
@@ -29,17 +30,17 @@ def call(config):
 
 
 def lookup(name):
-  return registry.lookup("x", name, {"digits": 1, "digits_npz": 2})
+  return registry.lookup("x", name, {})
 
 
 def named(name, **arguments):
   return optimizer.named(name, **{"learning_rate": 0.1, **arguments})
 
 
-def create(optimizer_name="sgd", schedule="constant", **arguments):
+def create(schedule="constant", **arguments):
   return optimizer.create(
     {
-      "optimizer": {"name": optimizer_name, **arguments},
+      "optimizer": {"name": "sgd", **arguments},
       "schedule": {"name": schedule},
       "learning_rate": 0.5,
       "num_train_steps": 9,
@@ -64,6 +65,9 @@ def slices(indices, values, shape=(3, 2)):
   return fs.IndexedSlices(indices, jnp.ones(values), shape)
 
 
+ROWS = slices([0], (1, 2), (4, 2))
+
+
 def apply_rows(rows):
   return init(SGD).apply_gradients(grads=PARAMS | {"encoder": {"w": rows}})
 
@@ -82,7 +86,6 @@ MISTAKES = [
   (lambda: checks.one_of("o", "men", ("mean",)), ValueError, "'mean'?"),
   (lambda: checks.one_of("o", np.ones(2), ("sum",)), TypeError, "'sum'"),
   # Names, and arguments of what they name.
-  (lambda: lookup("digit"), ValueError, "x 'digit' digits_npz mean 'digits'"),
   (lambda: lookup("no_such_module:f"), ValueError, "x 'no_such_module'"),
   (lambda: lookup("math:sqr"), ValueError, "x 'math' 'sqr' mean 'sqrt'"),
   (lambda: lookup("math:"), ValueError, "x 'math'"),
@@ -91,12 +94,8 @@ MISTAKES = [
   (lambda: call({"name": "power", "base": 1}), ValueError, "'base'"),
   (lambda: call({"name": "power", "exponet": 1}), ValueError, "'exponent'"),
   (lambda: call({"name": "math:pi"}), TypeError, "config.f ('math:pi') 3.14"),
-  (
-    # The function does not name the field of the config.
-    lambda: call({"name": "power", "exponent": 0}),
-    ValueError,
-    "config.f ('power'): exponent",
-  ),
+  # The function does not name the field of the config.
+  (lambda: call({"name": "power", "exponent": 0}), ValueError, "'power'): exp"),
   # Optimizers and schedules.
   (lambda: named("adamm"), ValueError, "optimizer 'adam'"),
   (lambda: named("adam", b1="x"), TypeError, "optimizer.b1 'x'"),
@@ -105,13 +104,8 @@ MISTAKES = [
   (lambda: fs.optimizers.ftrl(1, learning_rate_power="1"), TypeError, "power"),
   (lambda: fs.optimizers.adagrad_da(1, 0), ValueError, "initial_gradient_sq"),
   (lambda: fs.optimizers.proximal_adagrad(1, 0), ValueError, "initial_accum"),
-  (lambda: create("sgd", "cosin"), ValueError, "config.schedule cosine"),
-  # A field of its own.
-  (
-    lambda: create("sgd", learning_rate=1),
-    ValueError,
-    "got 1 config.learning_rate",
-  ),
+  (lambda: create("cosin"), ValueError, "config.schedule cosine"),
+  (lambda: create(learning_rate=1), ValueError, "got 1 config.learning_rate"),
   # Patterns.
   (lambda: freeze("^encodr/"), ValueError, "patterns[0]='^encodr/' 'encoder'"),
   (lambda: freeze("encoder", "encoder/w"), ValueError, "[1]='encoder/w'"),
@@ -119,11 +113,7 @@ MISTAKES = [
   (lambda: rates(("haed", 2.0)), ValueError, "factors[0]='haed' 'head'"),
   (lambda: rates("head", 2.0), ValueError, "factors (pattern, factor) 'head'"),
   (lambda: rates(("head", 0.0)), ValueError, "factors[0] above got 0"),
-  (
-    lambda: fs.scale_learning_rates(fs.freeze(SGD, ["e"]), [("head", 2.0)]),
-    ValueError,
-    "freeze last",
-  ),
+  (lambda: fs.scale_learning_rates(FROZEN, [("w", 2)]), ValueError, "freeze l"),
   # Rows.
   (lambda: slices([0.5], (1, 2)), TypeError, "integers, got float"),
   (lambda: slices([True], (1, 2)), TypeError, "integers, got bool"),
@@ -131,11 +121,7 @@ MISTAKES = [
   (lambda: slices([0, 1], (1, 2)), ValueError, "[2] [1, 2]"),
   (lambda: slices([0], (1, 3)), ValueError, "(3, 2) [1, 3]"),
   (lambda: slices([0], 1, ()), ValueError, "at least one dimension, got ()"),
-  (
-    lambda: apply_rows(slices([0], (1, 2), (4, 2))),
-    ValueError,
-    "encoder/w: shape (4, 2) (3, 2)",
-  ),
+  (lambda: apply_rows(ROWS), ValueError, "encoder/w: shape (4, 2) (3, 2)"),
   # Files that cannot be reached.
   (lambda: fs.Checkpointer(URL), ValueError, URL),
   (lambda: fs.Checkpointer("s3://bucket/run"), ValueError, "s3://bucket/run"),

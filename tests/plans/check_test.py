@@ -31,10 +31,13 @@ from flaxshard.train import setup as setup_lib
 
 P = jax.sharding.PartitionSpec
 SPLIT = P("replica")
+MODEL = {"replica": 4, "model": 2}
 MISTAKES = {}
 
 
-def mistake(kind, parameter="", here=False, compilers=("cpu", "tpu")):
+def mistake(
+  kind, parameter="", here=False, compilers=("cpu", "tpu"), mesh=None
+):
   """Registers a seeded mistake.
 
   Args:
@@ -42,14 +45,15 @@ def mistake(kind, parameter="", here=False, compilers=("cpu", "tpu")):
     parameter: A parameter's path that the finding must have, or "".
     here: Whether the finding must name the line marked with the mistake's name.
     compilers: The compilers whose program has it: another one may mend it.
+    mesh: The mesh shape of the strategy.
 
   Returns:
-    A decorator of `build(devices, wrong)`, which returns a step, a state and a
+    A decorator of `build(strategy, wrong)`, which returns a step, a state and a
     batch, and the rules of the state if `fs.check` is to know them.
   """
 
   def register(build):
-    MISTAKES[build.__name__] = build, kind, parameter, here, compilers
+    MISTAKES[build.__name__] = build, kind, parameter, here, compilers, mesh
     return build
 
   return register
@@ -113,16 +117,11 @@ def jit_like(state, step=train_step):
   return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def data_and_model(devices):
-  return fs.Strategy(devices=devices, mesh_shape={"replica": 4, "model": 2})
-
-
 # -- Shardings of the state.
 
 
-@mistake("replicated state", parameter="Dense_2/kernel")
-def regex_misses_a_layer(devices, wrong):
-  strategy = data_and_model(devices)
+@mistake("replicated state", "Dense_2/kernel", mesh=MODEL)
+def regex_misses_a_layer(strategy, wrong):
   layers = "[01]" if wrong else r"\d"
   rules = ((f"Dense_{layers}/kernel", P(None, "model")),)
   state = create(strategy, rules=rules)
@@ -132,17 +131,16 @@ def regex_misses_a_layer(devices, wrong):
 RULES = (("kernel", P(None, "model")),)
 
 
-@mistake("replicated state", parameter="Dense_0/kernel")
-def state_made_without_the_rules(devices, wrong):
-  strategy = data_and_model(devices)
+@mistake("replicated state", "Dense_0/kernel", mesh=MODEL)
+def state_made_without_the_rules(strategy, wrong):
   state = create(strategy, rules=None if wrong else RULES)
   return jit_like(state), state, batch_of(strategy), RULES
 
 
-@mistake("replicated state", parameter="Dense_0/kernel")
-def slots_stay_replicated(devices, wrong):
+@mistake("replicated state", "Dense_0/kernel")
+def slots_stay_replicated(strategy, wrong):
   """Flax's own state, FSDP by hand."""
-  strategy, tx = fs.Strategy(devices=devices), optax.adam(1e-3)
+  tx = optax.adam(1e-3)
   abstract = jax.eval_shape(MLP.init, jax.random.key(0), EXAMPLE)["params"]
 
   def place(tree, spec_of):
@@ -165,9 +163,8 @@ def slots_stay_replicated(devices, wrong):
 # -- What the step does to the state.
 
 
-@mistake("changed state", parameter="Dense_0/kernel")
-def new_parameters_are_replicated(devices, wrong):
-  strategy = fs.Strategy(devices=devices)
+@mistake("changed state", "Dense_0/kernel")
+def new_parameters_are_replicated(strategy, wrong):
   state = create(strategy, rules=fs.FSDP(min_size=1024))
   shardings = jax.tree.map(lambda x: x.sharding, state.params)
 
@@ -183,9 +180,8 @@ def new_parameters_are_replicated(devices, wrong):
   return jitted, state, batch_of(strategy, (4096, 64))
 
 
-@mistake("donation", parameter="Dense_0/kernel")
-def state_is_not_donated(devices, wrong):
-  strategy = fs.Strategy(devices=devices)
+@mistake("donation", "Dense_0/kernel")
+def state_is_not_donated(strategy, wrong):
   state = create(strategy)
   step = jax.jit(train_step) if wrong else jit_like(state)
   return step, state, batch_of(strategy)
@@ -195,16 +191,14 @@ def state_is_not_donated(devices, wrong):
 
 
 @mistake("batch")
-def batch_is_on_every_device(devices, wrong):
-  strategy = fs.Strategy(devices=devices)
+def batch_is_on_every_device(strategy, wrong):
   state = create(strategy)
   batch = batch_of(strategy, spec=P() if wrong else SPLIT)
   return jit_like(state), state, batch
 
 
 @mistake("activations", here=True)
-def fsdp_has_no_constraints(devices, wrong):
-  strategy = fs.Strategy(devices=devices)
+def fsdp_has_no_constraints(strategy, wrong):
 
   class Model(nn.Module):
     @nn.compact
@@ -222,8 +216,7 @@ def fsdp_has_no_constraints(devices, wrong):
 
 
 @mistake("batch", here=True)
-def microbatches_by_a_plain_reshape(devices, wrong):
-  strategy = fs.Strategy(devices=devices)
+def microbatches_by_a_plain_reshape(strategy, wrong):
   state = create(strategy)
 
   def step(state, x):
@@ -244,7 +237,7 @@ def microbatches_by_a_plain_reshape(devices, wrong):
 
 
 @mistake("activations", here=True)
-def max_pool_gathers_the_batch(devices, wrong):
+def max_pool_gathers_the_batch(strategy, wrong):
   class Model(nn.Module):
     """Computes in float16: XLA gathers nothing in bfloat16 and float32."""
 
@@ -258,7 +251,6 @@ def max_pool_gathers_the_batch(devices, wrong):
         x = pooling.max_pool(x, 2, stride=2)
       return nn.Dense(8, dtype=jnp.float16)(x.reshape(x.shape[0], -1))
 
-  strategy = fs.Strategy(devices=devices)
   state = create(strategy, Model(), jnp.ones((1, 8, 8, 1)))
   return jit_like(state), state, batch_of(strategy, (1024, 8, 8, 1))
 
@@ -267,8 +259,7 @@ def max_pool_gathers_the_batch(devices, wrong):
 
 
 @mistake("float32 gradients", here=True, compilers=("tpu",))
-def gradients_are_cast_before_their_sum(devices, wrong):
-  strategy = fs.Strategy(devices=devices)
+def gradients_are_cast_before_their_sum(strategy, wrong):
   state = create(strategy, Mlp(dtype=jnp.bfloat16))
 
   @functools.partial(
@@ -293,8 +284,7 @@ def gradients_are_cast_before_their_sum(devices, wrong):
 
 
 @mistake("host callback", here=True, compilers=("cpu",))
-def print_is_left_in_the_step(devices, wrong):
-  strategy = fs.Strategy(devices=devices)
+def print_is_left_in_the_step(strategy, wrong):
   state = create(strategy)
 
   def step(state, x):
@@ -308,8 +298,7 @@ def print_is_left_in_the_step(devices, wrong):
 
 
 @mistake("large constant", here=True)
-def data_set_is_a_constant(devices, wrong):
-  strategy = fs.Strategy(devices=devices)
+def data_set_is_a_constant(strategy, wrong):
   state = create(strategy)
   whole = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 
@@ -340,7 +329,7 @@ MOVING = ("activations", "batch", "float32 gradients")
 
 def names_it(finding, name):
   """Returns whether a finding has the parameter, or the line."""
-  _, kind, parameter, here, _ = MISTAKES[name]
+  _, kind, parameter, here, *_ = MISTAKES[name]
   if finding.kind != kind:
     return False
   if not here:
@@ -361,24 +350,21 @@ def names_it(finding, name):
 @pytest.mark.parametrize(
   ("compiler", "name"),
   [
-    *(
-      pytest.param("cpu", name, marks=[] if name in FAST else pytest.mark.slow)
-      for name in MISTAKES
-    ),
-    *(
-      pytest.param("tpu", name, marks=pytest.mark.tpu)
-      for name, (_, kind, *_) in MISTAKES.items()
-      if kind in MOVING
-    ),
+    pytest.param(compiler, name, marks=mark)
+    for name, (_, kind, *_) in MISTAKES.items()
+    for compiler, mark in (
+      ("cpu", [] if name in FAST else pytest.mark.slow),
+      ("tpu", pytest.mark.tpu),
+    )
+    if compiler == "cpu" or kind in MOVING
   ],
 )
 def test_check_names_mistake(compiler, name, wrong):
-  devices = {
-    "cpu": lambda: jax.devices()[:8],
-    "tpu": lambda: list(fs.Strategy("v5e:2x4").mesh.devices.flat),
-  }[compiler]()
-  build, *_, compilers = MISTAKES[name]
-  step, state, batch, *rules = build(devices, wrong)
+  build, *_, compilers, mesh = MISTAKES[name]
+  strategy = fs.Strategy(
+    "v5e:2x4" if compiler == "tpu" else None, mesh_shape=mesh
+  )
+  step, state, batch, *rules = build(strategy, wrong)
   found = check(step, state, batch, rules=rules[0] if rules else None)
   if wrong and compiler in compilers:
     assert any(names_it(finding, name) for finding in found), str(found)
@@ -396,21 +382,17 @@ def test_configs_have_no_findings(name):
   if "lm" in name:
     config.model.num_layers = 2
   checked = config_lib.check(config)
-  program = setup_lib.Setup(
-    checked, devices_lib.create_strategy(checked), shapes_only=True
-  )
-  step = step_lib.compile_step(
-    program.trace(), program.arguments, setup_lib.BATCH
-  )
+  strategy = devices_lib.create_strategy(checked)
+  setup = setup_lib.Setup(checked, strategy, shapes_only=True)
+  step = step_lib.compile_step(setup.trace(), setup.arguments, setup_lib.BATCH)
+  rules = rules_lib.from_config(checked.mesh.rules)
   # Arrays of a real model are larger, and so is what they move.
-  found = check_lib.check_step(
-    step, rules_lib.from_config(checked.mesh.rules), 2**16
-  )
+  found = check_lib.check_step(step, rules, 2**16)
   assert not found.findings, str(found)
 
 
 def test_finding_is_ignored_or_raised():
-  program = slots_stay_replicated(jax.devices()[:8], True)
+  program = slots_stay_replicated(fs.Strategy(), True)
   with pytest.raises(ValueError, match="opt_state/0/mu/Dense_0/kernel"):
     check(*program, raise_on_finding=True)
   assert not check(*program, ignore=["replicated state"]).findings

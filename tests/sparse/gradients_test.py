@@ -210,19 +210,10 @@ def test_gradient_of_a_random_program_equals_that_of_jax(seed):
 MODEL_IDS = jnp.array([[1, 2, 1], [5, 0, 2]])
 
 
-class Model(nn.Module):
-  """An embedding, and a layer."""
-
-  @nn.compact
-  def __call__(self, ids):
-    x = nn.Embed(7, 3, dtype=jnp.float16, name="embed")(ids)
-    return nn.Dense(2, jnp.float16)(x)
-
-
 def test_rows_are_cast_rather_than_the_table():
   def step(patterns):
     state = fs.create_train_state(
-      Model(),
+      nn.Embed(7, 3, dtype=jnp.float16),
       jax.random.key(0),
       MODEL_IDS,
       optax.sgd(0.1),
@@ -256,24 +247,11 @@ def test_frozen_and_integer_parameters_have_no_gradient():
   np.testing.assert_array_equal(grads["table"].values, 2 * TABLE[IDS[:3]])
 
 
-class NNXModel(nnx.Module):
-  """An embedding, a layer, and a count of calls."""
-
-  def __init__(self, rngs):
-    self.embed = nnx.Embed(7, 3, rngs=rngs)
-    self.out = nnx.Linear(3, 2, rngs=rngs)
-    self.calls = nnx.Variable(jnp.int32(0))
-
-  def __call__(self, ids):
-    self.calls[...] += 1
-    return self.out(self.embed(ids))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_nnx_optimizer_updates_rows_of_embed():
   def train(tx):
-    model = NNXModel(nnx.Rngs(0))
+    model = nnx.Embed(7, 3, rngs=nnx.Rngs(0))
     wrappers = [fs.LossScale(8.0)]
     optimizer = fs.nnx.Optimizer(model, tx, wrt=nnx.Param, wrappers=wrappers)
 
@@ -282,11 +260,11 @@ def test_nnx_optimizer_updates_rows_of_embed():
       loss_fn = lambda model: (model(MODEL_IDS) ** 2).sum()
       _, grads = optimizer.value_and_grad(loss_fn, model)
       optimizer.update(model, grads)
-      return fs.is_indexed_slices(grads["embed"]["embedding"].get_value())
+      return fs.is_indexed_slices(grads["embedding"].get_value())
 
     return step(model, optimizer), nnx.as_pure(nnx.state(model))
 
-  rows, state = train(fs.sparse_rows(optax.sgd(0.1), ["embed"]))
+  rows, params = train(fs.sparse_rows(optax.sgd(0.1), ["embed"]))
   whole, wanted = train(optax.sgd(0.1))
-  assert (rows, whole, int(state["calls"])) == (True, False, 1)
-  tree_equality.assert_trees_close(state, wanted, rtol=1e-6)
+  assert rows and not whole
+  tree_equality.assert_trees_close(params, wanted, rtol=1e-6)
