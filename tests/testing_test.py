@@ -16,6 +16,8 @@ MESH = jax.sharding.Mesh(
   np.array(jax.devices()[:8]).reshape(4, 2, 1), ("data", "model", "one")
 )
 WEIGHT_BYTES = 16 * 32 * 4
+KILO = Traffic("data", nbytes=1000)
+RARE = Traffic("data", nbytes=32, in_conditional=True)
 
 
 def _shape(shape, *spec):
@@ -60,24 +62,9 @@ def test_expected_traffic_passes(expected):
     ("all-gather", "data", {}, r" bytes, tests/testing_test.py:\d+ \[jit\(st"),
     ("all-reduce", "model", {}, "missing: all-reduce over model"),
     ("all-reduced", "data", {}, "missing: all-reduced over data"),
-    (
-      "all-reduce",
-      Traffic("data", nbytes=1000),
-      {"tolerance": 0.5},
-      "all-reduce over data: 2,052 bytes, expected 1,000",
-    ),
-    (
-      "all-reduce",
-      "data",
-      {"max_bytes": 2051},
-      "2,052 bytes, more than max_bytes 2,051",
-    ),
-    (
-      "all-reduce",
-      Traffic("data", in_conditional=True),
-      {},
-      "missing: all-reduce over data",
-    ),
+    ("all-reduce", KILO, {"tolerance": 0.5}, "2,052 bytes, expected 1,000"),
+    ("all-reduce", "data", {"max_bytes": 2051}, "more than max_bytes 2,051"),
+    ("all-reduce", RARE, {}, "missing: all-reduce over data"),
   ],
 )
 def test_other_traffic_fails(kind, traffic, options, message):
@@ -97,7 +84,6 @@ def test_a_collective_counts_for_the_entry_with_the_most_conditions():
     in_branch, mesh=MESH, in_specs=P("data"), out_specs=P(), check_vma=False
   )
   compiled = jax.jit(mapped).lower(_shape((4, 8), "data")).compile()
-  rare = Traffic("data", nbytes=32, in_conditional=True)
   always = Traffic("data", nbytes=4)
-  for entries in ([always, rare], [rare, always]):
+  for entries in ([always, RARE], [RARE, always]):
     assert_traffic(compiled, MESH, {"all-reduce": entries})

@@ -10,7 +10,7 @@ finding must name.
 import functools
 import importlib
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 from flax.training import train_state as flax_train_state
@@ -32,28 +32,39 @@ from flaxshard.train import setup as setup_lib
 P = jax.sharding.PartitionSpec
 SPLIT = P("replica")
 MODEL = {"replica": 4, "model": 2}
-MISTAKES = {}
 
 
-def mistake(
-  kind, parameter="", here=False, compilers=("cpu", "tpu"), mesh=None
-):
-  """Registers a seeded mistake.
+class Mistake(NamedTuple):
+  """A seeded mistake.
 
-  Args:
+  Attributes:
+    build: `build(strategy, wrong)` returns a step, a state and a batch, and the
+      rules of the state if `fs.check` is to know them.
     kind: The kind of finding that names the mistake.
     parameter: A parameter's path that the finding must have, or "".
     here: Whether the finding must name the line marked with the mistake's name.
+    fast: Whether CPUs compile it in under half a second.
     compilers: The compilers whose program has it: another one may mend it.
-    mesh: The mesh shape of the strategy.
-
-  Returns:
-    A decorator of `build(strategy, wrong)`, which returns a step, a state and a
-    batch, and the rules of the state if `fs.check` is to know them.
+    mesh_shape: That of the strategy.
   """
 
+  build: Any
+  kind: str
+  parameter: str = ""
+  here: bool = False
+  fast: bool = False
+  compilers: Any = ("cpu", "tpu")
+  mesh_shape: Any = None
+
+
+MISTAKES = {}
+
+
+def mistake(kind, *args, **kwargs):
+  """Registers the function that builds a seeded mistake."""
+
   def register(build):
-    MISTAKES[build.__name__] = build, kind, parameter, here, compilers, mesh
+    MISTAKES[build.__name__] = Mistake(build, kind, *args, **kwargs)
     return build
 
   return register
@@ -120,7 +131,7 @@ def jit_like(state, step=train_step):
 # -- Shardings of the state.
 
 
-@mistake("replicated state", "Dense_2/kernel", mesh=MODEL)
+@mistake("replicated state", "Dense_2/kernel", mesh_shape=MODEL)
 def regex_misses_a_layer(strategy, wrong):
   layers = "[01]" if wrong else r"\d"
   rules = ((f"Dense_{layers}/kernel", P(None, "model")),)
@@ -131,13 +142,13 @@ def regex_misses_a_layer(strategy, wrong):
 RULES = (("kernel", P(None, "model")),)
 
 
-@mistake("replicated state", "Dense_0/kernel", mesh=MODEL)
+@mistake("replicated state", "Dense_0/kernel", mesh_shape=MODEL)
 def state_made_without_the_rules(strategy, wrong):
   state = create(strategy, rules=None if wrong else RULES)
   return jit_like(state), state, batch_of(strategy), RULES
 
 
-@mistake("replicated state", "Dense_0/kernel")
+@mistake("replicated state", "Dense_0/kernel", fast=True)
 def slots_stay_replicated(strategy, wrong):
   """Flax's own state, FSDP by hand."""
   tx = optax.adam(1e-3)
@@ -190,7 +201,7 @@ def state_is_not_donated(strategy, wrong):
 # -- Data parallelism.
 
 
-@mistake("batch")
+@mistake("batch", fast=True)
 def batch_is_on_every_device(strategy, wrong):
   state = create(strategy)
   batch = batch_of(strategy, spec=P() if wrong else SPLIT)
@@ -215,7 +226,7 @@ def fsdp_has_no_constraints(strategy, wrong):
   return jit_like(state), state, batch_of(strategy, (64, 128))
 
 
-@mistake("batch", here=True)
+@mistake("batch", here=True, fast=True)
 def microbatches_by_a_plain_reshape(strategy, wrong):
   state = create(strategy)
 
@@ -283,7 +294,7 @@ def gradients_are_cast_before_their_sum(strategy, wrong):
   return jit_like(state, step), state, batch_of(strategy)
 
 
-@mistake("host callback", here=True, compilers=("cpu",))
+@mistake("host callback", here=True, compilers=("cpu",), fast=True)
 def print_is_left_in_the_step(strategy, wrong):
   state = create(strategy)
 
@@ -297,7 +308,7 @@ def print_is_left_in_the_step(strategy, wrong):
   return jit_like(state, step), state, batch_of(strategy)
 
 
-@mistake("large constant", here=True)
+@mistake("large constant", here=True, fast=True)
 def data_set_is_a_constant(strategy, wrong):
   state = create(strategy)
   whole = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
@@ -315,26 +326,18 @@ def data_set_is_a_constant(strategy, wrong):
 
 # So small that the arrays of the seeded programs count.
 check = functools.partial(fs.check, min_bytes=2048)
-# Compiled in under half a second each; the others are slow on CPUs.
-FAST = (
-  "batch_is_on_every_device",
-  "data_set_is_a_constant",
-  "microbatches_by_a_plain_reshape",
-  "print_is_left_in_the_step",
-  "slots_stay_replicated",
-)
 # Their results depend on the compiler.
 MOVING = ("activations", "batch", "float32 gradients")
 
 
 def names_it(finding, name):
   """Returns whether a finding has the parameter, or the line."""
-  _, kind, parameter, here, *_ = MISTAKES[name]
-  if finding.kind != kind:
+  mistake = MISTAKES[name]
+  if finding.kind != mistake.kind:
     return False
-  if not here:
-    paths = [path for path in finding.paths if parameter in path]
-    return not parameter or (bool(paths) and paths[0] in str(finding))
+  if not mistake.here:
+    paths = [path for path in finding.paths if mistake.parameter in path]
+    return not mistake.parameter or (bool(paths) and paths[0] in str(finding))
   if not finding.source:
     # XLA of JAX 0.12 gives some collectives no line, on CPUs.
     return jax.__version_info__ >= (0, 12)
@@ -351,22 +354,21 @@ def names_it(finding, name):
   ("compiler", "name"),
   [
     pytest.param(compiler, name, marks=mark)
-    for name, (_, kind, *_) in MISTAKES.items()
+    for name, mistake in MISTAKES.items()
     for compiler, mark in (
-      ("cpu", [] if name in FAST else pytest.mark.slow),
+      ("cpu", [] if mistake.fast else pytest.mark.slow),
       ("tpu", pytest.mark.tpu),
     )
-    if compiler == "cpu" or kind in MOVING
+    if compiler == "cpu" or mistake.kind in MOVING
   ],
 )
 def test_check_names_mistake(compiler, name, wrong):
-  build, *_, compilers, mesh = MISTAKES[name]
-  strategy = fs.Strategy(
-    "v5e:2x4" if compiler == "tpu" else None, mesh_shape=mesh
-  )
-  step, state, batch, *rules = build(strategy, wrong)
+  mistake = MISTAKES[name]
+  devices = "v5e:2x4" if compiler == "tpu" else None
+  strategy = fs.Strategy(devices, mesh_shape=mistake.mesh_shape)
+  step, state, batch, *rules = mistake.build(strategy, wrong)
   found = check(step, state, batch, rules=rules[0] if rules else None)
-  if wrong and compiler in compilers:
+  if wrong and compiler in mistake.compilers:
     assert any(names_it(finding, name) for finding in found), str(found)
   else:
     assert not found.findings, str(found)

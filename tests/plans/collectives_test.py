@@ -208,7 +208,7 @@ ENTRY %main (a: s4[33], b: f32[<=8,2], c: pred[7]) -> (s4[33], f32[<=8,2], pred[
   %a = s4[33]{0:E(4)} parameter(0)
   %b = f32[<=8,2]{1,0:T(2,128)} parameter(1)
   %c = pred[7]{0} parameter(2)
-  ROOT %all = (s4[33]{0:E(4)}, f32[<=8,2]{1,0:T(2,128)}, /*index=2*/pred[7]{0}) all-reduce(%a, %b, /*index=2*/%c), GROUPS, to_apply=%add
+  ROOT %all = (s4[33]{0:E(4)}, f32[<=8,2]{1,0:T(2,128)}, /*index=2*/pred[7]{0}) all-reduce(%a, %b, /*index=2*/%c), replica_groups=GROUPS, to_apply=%add
 }
 """
 
@@ -216,33 +216,25 @@ ENTRY %main (a: s4[33], b: f32[<=8,2], c: pred[7]) -> (s4[33], f32[<=8,2], pred[
 @pytest.mark.parametrize(
   ("mesh", "groups", "axes"),
   [
-    (MESH, "replica_groups={{7,3},{6,2},{5,1},{4,0}}", ("a",)),
-    (MESH, "replica_groups={{0,1,2,3},{4,5,6,7}}", ("b",)),
-    (MESH, "replica_groups={}", ("a", "b")),
-    (MESH, "replica_groups={{0,1},{2,3},{4,5},{6,7}}", ()),  # a part of b
-    (SQUARE, "replica_groups=[2,2]<=[4]", ("b",)),
-    (SQUARE, "replica_groups=[2,2]<=[2,2]T(1,0)", ("a",)),
-    (SQUARE, "replica_groups=[4,1]<=[4]", ()),
-    (CUBE, "replica_groups=[4,2]<=[2,4]T(1,0)", ("x",)),
-    (CUBE, "replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("y",)),
-    (CUBE, "replica_groups=[2,4]<=[2,2,2]T(1,0,2)", ("x", "z")),
-    (SQUARE, "replica_groups=mesh['a'=2,'b'=2] {'a'}", ("a",)),
-    (SQUARE, "replica_groups=mesh['a'=2,'b'=2] {'b'}", ("b",)),
-    (SQUARE, "replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ("a", "b")),
+    (MESH, "{{7,3},{6,2},{5,1},{4,0}}", ("a",)),
+    (MESH, "{{0,1,2,3},{4,5,6,7}}", ("b",)),
+    (MESH, "{}", ("a", "b")),
+    (MESH, "{{0,1},{2,3},{4,5},{6,7}}", ()),  # a part of b
+    (SQUARE, "[2,2]<=[4]", ("b",)),
+    (SQUARE, "[2,2]<=[2,2]T(1,0)", ("a",)),
+    (SQUARE, "[4,1]<=[4]", ()),
+    (CUBE, "[4,2]<=[2,4]T(1,0)", ("x",)),
+    (CUBE, "[4,2]<=[2,2,2]T(0,2,1)", ("y",)),
+    (CUBE, "[2,4]<=[2,2,2]T(1,0,2)", ("x", "z")),
+    (SQUARE, "mesh['a'=2,'b'=2] {'a'}", ("a",)),
+    (SQUARE, "mesh['a'=2,'b'=2] {'b'}", ("b",)),
+    (SQUARE, "mesh['a'=2,'b'=2] {'a','b'}", ("a", "b")),
     # Parts of an axis.
-    (SQUARE, "replica_groups=mesh['a'=4] {'a':(1)2}", ("a",)),
-    (SQUARE, "replica_groups=mesh['a'=4] {'a':(2)2}", ("b",)),
+    (SQUARE, "mesh['a'=4] {'a':(1)2}", ("a",)),
+    (SQUARE, "mesh['a'=4] {'a':(2)2}", ("b",)),
     # Other orders of devices.
-    (
-      SQUARE,
-      "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}",
-      ("b",),
-    ),
-    (
-      SQUARE,
-      "replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}",
-      ("b",),
-    ),
+    (SQUARE, "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", ("b",)),
+    (SQUARE, "mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}", ("b",)),
   ],
 )
 def test_axes_of_groups(mesh, groups, axes):

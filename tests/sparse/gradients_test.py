@@ -21,6 +21,7 @@ TABLE = jax.random.normal(jax.random.key(0), (7, 3))
 BIAS = jnp.arange(1.0, 4.0)
 
 
+SUM = lambda t: t[IDS].sum()
 MASK = jnp.arange(7)[:, None] == 2
 
 
@@ -72,33 +73,23 @@ LOOKUPS = {
   "stopped": (lambda t: t[IDS] * jax.lax.stop_gradient(t).sum(), 5),
   "two lookups": (lambda t: t[IDS] * t[IDS + 1], 10),
 }
-# The operation that the warning names.
+# Losses beside a lookup, and the operation that the warning names.
 DENSE = {
-  "tied output": (
-    lambda t, b: total(t[IDS], b) + (b @ t.T).sum(),
-    "transpose",
-  ),
-  "squares": (lambda t, b: total(t[IDS], b) + (t**2).sum(), "reduce_sum"),
-  "columns": (lambda t, b: total(t[IDS], b) + total(t[:, 0], 1), "slice"),
-  "most rows": (lambda t, b: total(t[IDS], b) + total(t[1:], b), "slice"),
+  "tied output": (lambda t, b: (b @ t.T).sum(), "transpose"),
+  "squares": (lambda t, b: (t**2).sum(), "reduce_sum"),
+  "columns": (lambda t, b: total(t[:, 0], 1), "slice"),
+  "most rows": (lambda t, b: total(t[1:], b), "slice"),
   "one-hot": (lambda t, b: total(jax.nn.one_hot(IDS, 7) @ t, b), "dot_general"),
   "clipped gradient": (lambda t, b: total(clip_gradient(t)[IDS], b), "vjp"),
   "custom lookup": (lambda t, b: total(look_up(t, IDS), b), "vjp"),
   "remat": (jax.checkpoint(lambda t, b: total(t[IDS], b)), "remat2|checkpoint"),
-  "scan": (
-    lambda t, b: jax.lax.scan(
-      lambda c, i: (c + total(t[i], b), None), jnp.float32(0), IDS
-    )[0],
-    "scan",
-  ),
-  "cond": (
-    lambda t, b: jax.lax.cond(
-      b[0] > 0, lambda: total(t[IDS], b), lambda: total(t[IDS[:2]], b)
-    ),
-    "cond",
-  ),
+  "scan": (lambda t, b: jax.lax.map(lambda i: t[i], IDS).sum(), "scan"),
+  "cond": (lambda t, b: jax.lax.cond(b[0] > 0, SUM, SUM, t), "cond"),
 }
-PROGRAMS = {name: fn for name, (fn, _) in DENSE.items()} | {
+PROGRAMS = {
+  name: lambda t, b, fn=fn: total(t[IDS], b) + fn(t, b)
+  for name, (fn, _) in DENSE.items()
+} | {
   name: lambda t, b, fn=fn: total(fn(t), b) for name, (fn, _) in LOOKUPS.items()
 }
 

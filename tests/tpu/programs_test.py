@@ -54,7 +54,7 @@ def assert_updated_in_place(program, nbytes):
 # -- Ways to run a step, and rules.
 
 
-@pytest.mark.parametrize("way", ["run", "global view", "run_steps"])
+@pytest.mark.parametrize("way", ["run", "jit", "run_steps"])
 def test_replicas_reduce_gradients_once_and_donate(way):
   strategy = strategy_of("v5e:2x2")
   args = create(strategy, [fs.LossScale("dynamic")])
@@ -75,7 +75,7 @@ def test_run_moves_the_bytes_of_the_global_view(topology):
   strategy = strategy_of(topology)
   args = create(strategy, dtype=jnp.bfloat16)
   program, found = compile_step(strategy, "run", *args)
-  reference, _ = compile_step(strategy, "global view", *args)
+  reference, _ = compile_step(strategy, "jit", *args)
   moved, wanted = (
     x.cost_analysis()["bytes accessed"] for x in (program, reference)
   )
@@ -90,7 +90,7 @@ def test_run_moves_the_bytes_of_the_global_view(topology):
 def test_fsdp_in_the_global_view(topology):
   strategy = strategy_of(topology)
   args = create(strategy, rules="fsdp")
-  program, found = compile_step(strategy, "global view", *args)
+  program, found = compile_step(strategy, "jit", *args)
   # Each kernel once, in the precision of the multiplication.
   gathered = [
     c for c in found if c.kind == "all-gather" and len(c.results) == 1
@@ -107,11 +107,7 @@ def test_fsdp_in_the_global_view(topology):
 
 @pytest.mark.parametrize(
   ("topology", "way"),
-  [
-    ("v5e:2x4", "global view"),
-    ("v5e:2x4", "run"),
-    ("v5p:2x2x1", "global view"),
-  ],
+  [("v5e:2x4", "jit"), ("v5e:2x4", "run"), ("v5p:2x2x1", "jit")],
 )
 def test_tensor_parallel_rules(topology, way):
   strategy = strategy_of(topology, replica=-1, model=2)
@@ -129,11 +125,7 @@ def test_tensor_parallel_rules(topology, way):
 
 @pytest.mark.parametrize(
   ("topology", "way"),
-  [
-    ("2*v5e:2x2", "run"),
-    ("2*v5e:2x2", "global view"),
-    ("2*v5p:2x2x1", "global view"),
-  ],
+  [("2*v5e:2x2", "run"), ("2*v5e:2x2", "jit"), ("2*v5p:2x2x1", "jit")],
 )
 def test_slow_network_carries_gradients_alone(topology, way):
   strategy = strategy_of(topology, replica=-1, model=2)
@@ -149,16 +141,10 @@ def test_slow_network_carries_gradients_alone(topology, way):
 
 
 @pytest.mark.parametrize(
-  ("topology", "in_run"),
-  [
-    ("v4:2x2x1", True),
-    ("v5e:2x4", True),
-    ("v5e:2x4", False),
-    ("v5p:2x2x1", False),
-    ("v6e:2x2", True),
-  ],
+  ("topology", "way"),
+  [("v4:2x2x1", "run"), ("v5e:2x4", "jit"), ("v6e:2x2", "run")],
 )
-def test_split_images_exchange_halos_alone(topology, in_run):
+def test_split_images_exchange_halos_alone(topology, way):
   strategy = strategy_of(topology, replica=2, rows=-1)
   split = [1, strategy.num_logical_devices, 1, 1]
 
@@ -173,8 +159,7 @@ def test_split_images_exchange_halos_alone(topology, in_run):
   x = strategy.shard_batch({"x": images}, P("replica", "rows"))["x"]
   replicated = jax.NamedSharding(strategy.mesh, P())
   kernel = Shape((3, 3, 16, 16), jnp.bfloat16, sharding=replicated)
-  jitted = strategy.jit(convolve) if in_run else jax.jit(convolve)
-  found = plans.collectives(jitted.lower(kernel, x).compile(), strategy.mesh)
+  _, found = compile_step(strategy, way, kernel, x, convolve)
   # A row of 32 pixels with 16 channels, of four images, to either neighbor.
   assert [(c.kind, c.operand_bytes, c.axes, c.network) for c in found] == [
     ("collective-permute", 4 * 32 * 16 * 2, ("rows",), "ici")
@@ -304,7 +289,7 @@ GATHERED = 8 * IDS * ROW
   [
     ("run", {}, P(), 1),
     ("run", {"replica": 4, "model": 2}, P("model", None), 2),
-    ("global view", {}, P("replica", None), 8),
+    ("jit", {}, P("replica", None), 8),
   ],
 )
 def test_ids_and_rows_are_exchanged_and_tables_stay(
