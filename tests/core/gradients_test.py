@@ -140,11 +140,6 @@ def half(w, dtype="float16"):
   return (w.astype(dtype) ** 2).sum().astype("float32")
 
 
-def looped(w):
-  turn = lambda total, row: (total + half(row), None)
-  return jax.lax.scan(turn, jnp.float32(0), w)[0]
-
-
 LOSSES = {
   "float16": (half, "float16"),
   "bfloat16": (lambda w: half(w, "bfloat16"), "bfloat16"),
@@ -155,7 +150,7 @@ LOSSES = {
   # A sum of two 16-bit gradients is computed in float32.
   "used twice": (lambda w: half(w) + half(2 * w), "float32"),
   # XLA would collect float32 gradients and cast them after the loop.
-  "in scan": (looped, "float32"),
+  "in scan": (lambda w: jax.lax.map(half, w).sum(), "float32"),
   "also in float32": (lambda w: half(w) + w.sum(), "float32"),
   "unused": (lambda w: jnp.float32(0), "float32"),
 }

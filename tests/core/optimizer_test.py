@@ -133,19 +133,17 @@ def test_equal_arguments_of_other_types_give_other_optimizers():
   assert updates(others[0], 1)["bias"].tolist() == [2.0, 0.0]
 
 
-def power(base, exponent=2):
+def power(base, exponent):
   return base, exponent
 
 
 def test_named_functions_get_plain_values():
   functions = {"power": power, "sqrt": "math:sqrt"}
-  call = lambda config, **given: registry.call("f", config, functions, **given)
-  assert call({"name": "power"}, base=5) == (5, 2)
   config = ml_collections.ConfigDict({"name": "power", "exponent": [1, [2]]})
-  assert call(config, base=5) == (5, (1, (2,)))
+  assert registry.call("f", config, functions, base=5) == (5, (1, (2,)))
   assert config.to_dict() == {"name": "power", "exponent": [1, [2]]}
-  find = lambda name: registry.lookup("f", name, functions)
-  assert find("sqrt") is find("math:sqrt") is math.sqrt
+  for name in ("sqrt", "math:sqrt"):
+    assert registry.lookup("f", name, functions) is math.sqrt
 
 
 # -- `fs.optimizers`.

@@ -36,11 +36,6 @@ def step(state):
   return state.minimize(loss_fn)[0]
 
 
-def slot_paths(state):
-  leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
-  return [jax.tree_util.keystr(path) for path, x in leaves if x.ndim]
-
-
 # -- Frozen parameters.
 
 
@@ -56,8 +51,8 @@ def test_only_parameters_that_are_not_frozen_change(wrappers):
   # Weight decay would change a frozen parameter.
   tx = fs.freeze(optax.adamw(0.1, weight_decay=0.5), ["^encoder/"])
   state = create(tx, wrappers)
-  assert len(slot_paths(state)) == 4
-  assert all("head" in path for path in slot_paths(state))
+  slots = [x.shape for x in jax.tree.leaves(state.opt_state) if x.ndim]
+  assert sorted(slots) == [(2,), (2,), (3, 2), (3, 2)]
   new = step(step(state))
   tree_equality.assert_trees_equal(new.params["encoder"], PARAMS["encoder"])
   for name, leaf in new.params["head"].items():

@@ -206,18 +206,16 @@ def test_a_program_that_does_not_fit_says_by_how_much(message):
 
 
 def test_collectives_are_grouped():
-  arrays = [hlo.Array("f32", (n,)) for n in (10, 40)]
+  moved = [(hlo.Array("f32", (n,)),) for n in (10, 40)]
 
   def collective(kind="all-gather", network="ici", axes=("replica",), **fields):
-    moved = (arrays[0],), (arrays[1],)
     return plans.Collective(kind, *moved, 4, axes, axes, network, **fields)
 
+  memory = plans.Memory({"params": 4}, 4, peak=8)
+  devices = ("v5e:2x2", "TPU v5 lite", {"replica": 4}, "jax")
   plan = plans.Plan(
-    "v5e:2x2",
-    "TPU v5 lite",
-    {"replica": 4},
-    "jax",
-    plans.Memory({"params": 4}, 4, peak=8),
+    *devices,
+    memory,
     traffic=(
       collective(source="a.py:1"),
       collective(executions=3.0, source="b.py:2"),
