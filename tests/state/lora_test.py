@@ -27,43 +27,12 @@ class Net(nn.Module):
     return nn.DenseGeneral(8, axis=(-2, -1), name="head")(x)
 
 
-class Module(nnx.Module):
-  def __init__(self, rngs):
-    self.body = nnx.Linear(32, 64, rngs=rngs)
-    self.head = nnx.Linear(64, 8, rngs=rngs)
-
-  def __call__(self, x):
-    return self.head(self.body(x))
-
-
 LORA = fs.LoRA(rank=4, alpha=8, patterns=("kernel$",), train=("head/bias",))
 
 
-def make(model=None, lora=LORA, rng=KEY, **kwargs):
-  return fs.create_train_state(
-    Net() if model is None else model,
-    rng,
-    X,
-    TX,
-    lora=lora,
-    **kwargs,
-  )
-
-
-def variables(state):
-  names = ("params", "frozen", "batch_stats")
-  return {name: getattr(state, name) for name in names if hasattr(state, name)}
-
-
-def loss(state, params):
-  outputs = state.apply_fn({**variables(state), "params": params}, X)
-  return jnp.mean((outputs - Y) ** 2)
-
-
-@jax.jit
-def step(state):
-  value, grads = state.value_and_grad(lambda p: loss(state, p))
-  return state.apply_gradients(grads=grads), value
+def make(model=None, lora=LORA, **kwargs):
+  model = Net() if model is None else model
+  return fs.create_train_state(model, KEY, X, TX, lora=lora, **kwargs)
 
 
 def shapes(tree):
@@ -91,29 +60,39 @@ def test_factors_and_frozen_parameters():
   jax.tree.map(np.testing.assert_array_equal, merged["params"], plain.params)
   assert fs.merge_lora(plain)["params"] is plain.params
   # The model has no collection `frozen` to change.
+  names = ("params", "frozen", "batch_stats")
+  variables = {name: getattr(state, name) for name in names}
   for mutable in (["batch_stats"], ["batch_stats", "frozen"]):
-    _, new = state.apply_fn(variables(state), X, train=True, mutable=mutable)
+    _, new = state.apply_fn(variables, X, train=True, mutable=mutable)
     assert set(new) == {"batch_stats"}
 
 
 def test_only_factors_are_trained():
-  model = lambda rngs: Module(rngs)
-  state = new = make(model, strategy=STRATEGY, wrappers=[fs.LossScale(8.0)])
-  losses = []
+  layer = lambda rngs, *sizes: nnx.Linear(*sizes, rngs=rngs)
+  model = lambda rngs: nnx.Sequential(layer(rngs, 32, 64), layer(rngs, 64, 8))
+  options = dict(strategy=STRATEGY, wrappers=[fs.LossScale(8.0)])
+  state = new = make(model, fs.LoRA(4, alpha=8), **options)
+  frozen, losses = state.frozen, []
+
+  def loss_fn(params):
+    outputs = state.apply_fn({"params": params, "frozen": frozen}, X)
+    return jnp.mean((outputs - Y) ** 2)
+
+  step = jax.jit(lambda s: s.minimize(loss_fn))
   for _ in range(10):
-    new, value = step(new)
-    losses.append(float(value))
+    new, loss = step(new)
+    losses.append(float(loss))
   assert losses[-1] < 0.6 * losses[0]
-  jax.tree.map(np.testing.assert_array_equal, new.frozen, state.frozen)
+  jax.tree.map(np.testing.assert_array_equal, new.frozen, frozen)
   # Merged parameters give the outputs of the state.
   merged = fs.merge_lora(new)
-  apply_fn = make(model, lora=None).apply_fn
-  value = jnp.mean((apply_fn(merged, X) - Y) ** 2)
-  np.testing.assert_allclose(value, loss(new, new.params), rtol=1e-5)
-  factors = new.params["body"]["kernel"]
+  outputs = make(model, lora=None).apply_fn(merged, X)
+  loss = jnp.mean((outputs - Y) ** 2)
+  np.testing.assert_allclose(loss, loss_fn(new.params), rtol=1e-5)
+  factors = new.params["layers"]["0"]["kernel"]
   np.testing.assert_allclose(
-    merged["params"]["body"]["kernel"],
-    state.frozen["body"]["kernel"] + 2 * factors["lora_a"] @ factors["lora_b"],
+    merged["params"]["layers"]["0"]["kernel"],
+    frozen["layers"]["0"]["kernel"] + 2 * factors["lora_a"] @ factors["lora_b"],
     rtol=1e-5,
   )
 
