@@ -9,7 +9,6 @@ import sys
 
 from agn_problem import strategy_of
 import checkpoint_states as states
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,14 +145,6 @@ def test_fresh_leaves_share_no_memory_with_those_that_were_read(saved):
 X = np.random.default_rng(0).normal(size=(8, 16, 2)).astype(np.float32)
 
 
-class Normed(nn.Module):
-  @nn.compact
-  def __call__(self, x, train=True):
-    x = nn.BatchNorm(use_running_average=not train)(x)
-    return nn.Dense(3)(x)
-
-
-MODEL = Normed()
 OUTER = fs.AGN(
   3,
   commit="mean",
@@ -162,26 +153,23 @@ OUTER = fs.AGN(
 )
 
 
-def create_normed(replicas, *wrappers, seed=0):
+def create_linear(replicas, *wrappers, seed=0):
   """Returns a state; `replicas=None` is one without a strategy."""
-  return fs.create_train_state(
-    MODEL,
-    jax.random.key(seed),
-    X[0],
-    TX,
+  return fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jax.random.normal(jax.random.key(seed), (2, 3))},
+    tx=TX,
     wrappers=wrappers,
     strategy=replicas and strategy_of(replicas),
+    stats={"mean": jnp.zeros(2)},
   )
 
 
 def train_step(state, x):
-  def loss_fn(params):
-    variables = {"params": params, "batch_stats": state.batch_stats}
-    out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-    return ((out - 1.0) ** 2).mean(), new["batch_stats"]
-
-  (_, stats), grads = state.value_and_grad(loss_fn, has_aux=True)
-  return state.apply_gradients(grads=grads, batch_stats=stats)
+  loss_fn = lambda p: ((x @ p["w"] - 1.0) ** 2).mean()
+  _, grads = state.value_and_grad(loss_fn)
+  stats = {"mean": state.stats["mean"] + x.mean(0)}
+  return state.apply_gradients(grads=grads, stats=stats)
 
 
 @functools.cache
@@ -201,12 +189,7 @@ def trained(state, replicas, steps):
 
 def after_seven(*wrappers):
   """Two commits of eight replicas, and one more step."""
-  return trained(create_normed(8, *wrappers), 8, 7)
-
-
-def assert_plain_equal(given, wanted):
-  for field in ("step", "params", "opt_state", "batch_stats"):
-    assert_trees_equal(getattr(given, field), getattr(wanted, field))
+  return trained(create_linear(8, *wrappers), 8, 7)
 
 
 def assert_begins_at_center(state, replicas, *, count, local_step, commits):
@@ -217,7 +200,7 @@ def assert_begins_at_center(state, replicas, *, count, local_step, commits):
     (agn.local_params, state.params),
     ((adam.mu, adam.nu), (center.mu, center.nu)),
     (agn.grad_accum, jax.tree.map(jnp.zeros_like, state.params)),
-    (agn.collections["batch_stats"], state.batch_stats),
+    (agn.collections["stats"], state.stats),
   ):
     spread = lambda x: np.broadcast_to(x, (replicas, *x.shape))
     assert_trees_equal(own, jax.tree.map(spread, jax.device_get(one)))
@@ -233,7 +216,7 @@ def test_resuming_in_mid_period_is_exact(tmp_path, caplog):
     last = np.asarray(jax.tree.leaves(tree)[-1])
     assert not (last[0] == last[1]).any()  # the replicas differ
   states.write_ours(tmp_path, state)
-  fresh = create_normed(8, states.SCALED, OUTER, seed=1)
+  fresh = create_linear(8, states.SCALED, OUTER, seed=1)
   restored = fs.checkpoint.restore(tmp_path, fresh)
   assert_trees_equal(restored, state)
   states.assert_lies_like(restored, fresh)
@@ -244,15 +227,16 @@ def test_resuming_in_mid_period_is_exact(tmp_path, caplog):
 def test_restores_eight_replicas_as_one_and_back(tmp_path, caplog):
   state = after_seven(states.SCALED, MEAN)
   states.write_ours(tmp_path, state)
-  fresh = create_normed(None, states.SCALED, MEAN, seed=1)
+  fresh = create_linear(None, states.SCALED, MEAN, seed=1)
   one = fs.checkpoint.restore(tmp_path, fresh)
-  assert_plain_equal(one, state)
+  for field in ("step", "params", "opt_state", "stats"):
+    assert_trees_equal(getattr(one, field), getattr(state, field))
   assert_begins_at_center(one, 1, count=7, local_step=6, commits=2)
-  assert "shape (8, 2), where (1, 2) is" in states.messages(caplog)[0]
+  assert "shape (8, 2, 3), where (1, 2, 3) is" in states.messages(caplog)[0]
   one = trained(one, None, 5)
   assert int(one.wrapper_states["agn"].commits) == 3
   states.write_ours(tmp_path / "one", one)
-  fresh = states.abstract(create_normed(8, states.SCALED, MEAN))
+  fresh = states.abstract(create_linear(8, states.SCALED, MEAN))
   eight = fs.checkpoint.restore(tmp_path / "one", fresh)
   states.assert_lies_like(eight, fresh)
   assert_begins_at_center(eight, 8, count=12, local_step=9, commits=3)
@@ -272,13 +256,13 @@ class CountsPerReplica(fs.wrappers.Base):
 
 def test_wrapper_without_restart_on_other_replicas_raises(tmp_path):
   with fs.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, create_normed(8, CountsPerReplica()))
-    checkpointer.restore(create_normed(8, CountsPerReplica()))
+    checkpointer.save(1, create_linear(8, CountsPerReplica()))
+    checkpointer.restore(create_linear(8, CountsPerReplica()))
     with pytest.raises(
       ValueError,
       match=r"/1 .*'counts_per_replica'.* `restart` .*: shape \(8,\), .*\(4,\)",
     ):
-      checkpointer.restore(create_normed(4, CountsPerReplica()))
+      checkpointer.restore(create_linear(4, CountsPerReplica()))
 
 
 # Prints how much memory a restore takes at its peak beyond that before it.
