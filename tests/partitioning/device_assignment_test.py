@@ -86,6 +86,9 @@ def test_lookups():
   topology = topology_in_blocks((4, 2, 1, 2), (2, 2, 1))
   assignment = build(topology, (1, 2, 1, 1), num_replicas=6)
   assert assignment.topology is topology
+  sizes = topology.mesh_rank, topology.num_tasks, topology.num_tpus_per_task
+  assert sizes == (4, 2, 8)
+  assert topology.missing_devices.shape == (0, 4)
   assert (assignment.num_replicas, assignment.num_cores_per_replica) == (6, 2)
   assert assignment.coordinates(5, 1) == (2, 1, 0, 1)
   assert all(type(i) is int for i in assignment.coordinates(5, 1))

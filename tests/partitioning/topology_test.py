@@ -30,23 +30,6 @@ def device_at(topology, at):
   return topology.devices[task, topology.tpu_device_ordinal_at_coordinates(at)]
 
 
-def test_lookups_at_coordinates():
-  topology = fs.Topology((2, 2, 1, 2), TWO_HOSTS)
-  assert (topology.mesh_shape, topology.mesh_rank) == ((2, 2, 1, 2), 4)
-  assert (topology.num_tasks, topology.num_tpus_per_task) == (2, 4)
-  assert topology.missing_devices.shape == (0, 4)
-  np.testing.assert_array_equal(topology.device_coordinates, TWO_HOSTS)
-  assert topology.device_coordinates.dtype == np.int32
-  for task, host in enumerate(TWO_HOSTS):
-    for ordinal, at in enumerate(host):
-      assert topology.task_ordinal_at_coordinates(at) == task
-      assert topology.tpu_device_ordinal_at_coordinates(at) == ordinal
-  cpu_name = topology.cpu_device_name_at_coordinates
-  tpu_name = topology.tpu_device_name_at_coordinates
-  assert cpu_name((1, 1, 0, 0)) == "/task:1/device:CPU:0"
-  assert tpu_name([1, 1, 0, 0], "w") == "/job:w/task:1/device:TPU:2"
-
-
 # -- From devices.
 
 

@@ -174,20 +174,11 @@ def test_reversed_devices():
 # -- Row-sparse gradients.
 
 
-def step_reduced_by_hand(state, batch):
-  loss, grads = state.value_and_grad(sparse_states.loss_fn, batch)
-  grads = fs.get_replica_context().all_reduce("mean", grads)
-  state = state.apply_gradients(grads=grads, skip_gradients_aggregation=True)
-  return state, loss
-
-
 def train_sparse(strategy, state, way, step=sparse_states.train_step):
   """Takes three steps."""
   batches = [strategy.shard_batch(sparse_states.batch(i)) for i in range(3)]
   if way == "run_steps":
     return strategy.run_steps(step, state, batches)[0]
-  if way == "by hand":
-    step = step_reduced_by_hand
   jit = jax.jit if way == "jit" else strategy.jit
   step = jit(step, donate_argnums=0)
   for one in batches:
@@ -209,7 +200,6 @@ def slow(*case):
   ("way", "strategy", "spec", "wrappers"),
   [
     ("run", EIGHT, P(), []),
-    slow("by hand", EIGHT, P(), [fs.CrossShard()]),
     ("run", SPLIT, P("model", None), [fs.CrossShard(), DYNAMIC]),
     slow("run_steps", SPLIT, P(None, "model"), [DYNAMIC]),
     slow("jit", EIGHT, P("replica", None), [DYNAMIC]),
