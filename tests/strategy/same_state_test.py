@@ -17,11 +17,12 @@ import flaxshard as fs
 P = jax.sharding.PartitionSpec
 
 STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+WHOLE = fs.Strategy(devices=jax.devices()[:4])
 GROUPS, ACROSS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 RING = [(i, (i + 1) % 4) for i in range(4)]
 # What all replicas share, and a batch, which is split.
 X = jnp.arange(1.0, 5.0)
-Y = STRATEGY.shard_batch(np.linspace(0.1, 1.0, 16, dtype=np.float32))
+Y = np.linspace(0.1, 1.0, 16, dtype=np.float32)
 
 mean = lambda tree: jax.lax.pmean(tree, "replica")
 replica_id = lambda: jax.lax.axis_index("replica")
@@ -48,7 +49,7 @@ def step_of(fn):
 
 
 def trace(fn, state=STATE):
-  STRATEGY.jit(step_of(fn)).trace(state, Y)
+  STRATEGY.jit(step_of(fn)).trace(state, STRATEGY.shard_batch(Y))
 
 
 def refused(fn, state=STATE):
@@ -130,7 +131,7 @@ REPLICATED = {
   "root": lambda x, y: root(x),
   "groups of a replicated value": lambda x, y: grouped(x),
   "groups, then across them": lambda x, y: grouped(grouped(y), ACROSS),
-  "nested shard_map": lambda x, y: sum_over_logical_devices(y),
+  "shard_map": lambda x, y: sum_over_logical_devices(y),
   "pallas_call": lambda x, y: kernel_call(mean(y), jnp.sin),
 }
 
@@ -189,13 +190,23 @@ def test_replicated_results_pass(name):
   trace((REPLICATED | ASSUMED)[name])
 
 
+def run_all(strategy, programs):
+  run = lambda x, y: {name: fn(x, y) for name, fn in programs.items()}
+  return jax.device_get(strategy.run(run, args=(X, strategy.shard_batch(Y))))
+
+
 @pytest.mark.slow
-def test_replicated_results_are_the_same_on_all_devices():
-  run_all = lambda x, y: {name: fn(x, y) for name, fn in REPLICATED.items()}
-  out = STRATEGY.run(run_all, args=(X, Y))
-  for path, x in jax.tree_util.tree_leaves_with_path(out):
-    for row in np.asarray(x)[1:]:
-      np.testing.assert_array_equal(row, np.asarray(x)[0], err_msg=str(path))
+@pytest.mark.parametrize("programs", [REPLICATED, OWN_DATA])
+def test_programs_have_these_results_also_on_split_replicas(programs):
+  split = run_all(STRATEGY, programs)
+  # All but those that need logical devices.
+  rest = programs.keys() - {"logical device", "shard_map"}
+  whole = run_all(WHOLE, {name: programs[name] for name in rest})
+  for name in rest:
+    np.testing.assert_allclose(split[name], whole[name], 1e-6, err_msg=name)
+  for name in programs if programs is REPLICATED else ():
+    rows = [np.asarray(split[name])[:1]] * 4
+    np.testing.assert_array_equal(split[name], np.concatenate(rows), name)
 
 
 @pytest.mark.parametrize("name", OWN_DATA)
