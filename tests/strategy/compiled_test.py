@@ -9,7 +9,6 @@ import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from regression import batch
 from regression import create
@@ -41,42 +40,21 @@ class Scale:
     return self.factor * x
 
 
-def new_state():
-  return fs.TrainState.create(
-    apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.5)
-  )
-
-
-def run_steps(fn):
-  step = lambda state, x: (state, fn(x))
-  STRATEGY.run_steps(step, new_state(), ONES, reduce="mean")
-
-
-@pytest.mark.parametrize(
-  "call",
-  [
-    lambda fn: STRATEGY.run(fn, args=(ONES,)),
-    lambda fn: STRATEGY.jit(fn)(ONES),
-    run_steps,
-  ],
-  ids=["run", "jit", "run_steps"],
-)
-def test_functions_and_their_closures_die(call):
+def test_functions_and_their_closures_die():
   references = []
   gc.freeze()  # to collect new objects only, which is quick
   for _ in range(2):
     captured = Scale(3.0)
     fn = lambda x, captured=captured: captured.apply(x)
-    call(fn)
-    references += [weakref.ref(fn), weakref.ref(captured)]
-    del fn, captured
+    step = lambda state, x, fn=fn: (state, fn(x))
+    STRATEGY.run(fn, args=(ONES,))
+    STRATEGY.jit(fn)(ONES)
+    STRATEGY.run_steps(step, create(), ONES)
+    references += [weakref.ref(x) for x in (fn, step, captured)]
+    del fn, step, captured
   gc.collect()
   gc.unfreeze()
-  assert [ref() for ref in references] == [None] * 4
-
-
-def step(state, x):
-  return state.minimize(lambda p: (p["w"] * x).mean())
+  assert [ref() for ref in references] == [None] * 6
 
 
 def triple(x):
@@ -88,20 +66,17 @@ PARTIAL = functools.partial(jnp.multiply, 3.0)
 
 
 @pytest.mark.parametrize(
+  # A method is a new object at each access.
   "get_fn",
-  [
-    lambda: triple,
-    lambda: SCALE.apply,  # a new object at each access
-    lambda: PARTIAL,
-  ],
-  ids=["function", "method", "partial"],
+  [lambda: triple, lambda: SCALE.apply, lambda: PARTIAL],
 )
 def test_second_run_does_not_compile(get_fn):
+  batches = [sharded(STRATEGY, i) for i in range(3)]
   STRATEGY.run(get_fn(), args=(ONES,))
-  state, _ = STRATEGY.run_steps(step, new_state(), ONES, reduce="mean")
+  state, _ = STRATEGY.run_steps(train_step, create(), batches)
   with compilations.count() as compiled:
     out = STRATEGY.run(get_fn(), args=(ONES,))
-    STRATEGY.run_steps(step, state, ONES, reduce="mean")
+    STRATEGY.run_steps(train_step, state, batches)
     again = STRATEGY.jit(get_fn())(ONES)
   assert compiled.total == 0
   assert np.asarray(out).tolist() == [[3.0, 3.0]] * 2
