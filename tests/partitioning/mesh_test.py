@@ -46,6 +46,8 @@ HAND = by_hand()
   ("strategy", "shape", "order"),
   [
     (make(HAND), {"m0": 2}, [1, 6, 3, 4]),
+    # In one process, devices are given to the tasks in order.
+    (make(by_hand(num_tasks=4)), {"m0": 2}, [1, 6, 3, 4]),
     (make(HAND, DEVICES[::-1]), {"m0": 2}, [6, 1, 4, 3]),
     (make(HAND, model=-1, replica=2), {"model": 2}, [1, 6, 3, 4]),
     (make(build((1, 1, 1, 2), 3)), {"m0": 2}, [0, 1, 2, 3, 4, 5]),
@@ -107,7 +109,9 @@ def test_mesh_shape_without_replicas_warns():
     (lambda: make(fs.Topology(MESH_SHAPE)), ValueError, "Topology.named"),
     # Devices that are not here.
     (
-      lambda: mesh_lib.order_devices(stand_ins(slice_size=4), 8),
+      lambda: mesh_lib.order_devices(
+        [Device(i, slice_index=i // 4) for i in range(8)], 8
+      ),
       ValueError,
       r"has 8 logical devices .*\[4, 4\].*device_assignment",
     ),
@@ -138,12 +142,6 @@ class Device:
   core_on_chip: int = 0
 
 
-def stand_ins(slice_size=8, num_processes=1):
-  return [
-    Device(i, i % num_processes, slice_index=i // slice_size) for i in range(8)
-  ]
-
-
 def test_tpu_replica_is_a_box_in_one_slice():
   devices = [
     Device(
@@ -164,16 +162,7 @@ def test_tpu_replica_is_a_box_in_one_slice():
     assert np.prod(np.ptp(xy, axis=0) + 1) == 4
 
 
-@pytest.mark.parametrize(
-  ("num_tasks", "num_processes", "wanted"),
-  [
-    # In one process, devices are given to the tasks in order.
-    (1, 1, [[1, 6], [3, 4]]),
-    (4, 1, [[1, 6], [3, 4]]),
-    (2, 2, [[2, 5], [6, 1]]),
-  ],
-)
-def test_task_has_the_devices_of_its_process(num_tasks, num_processes, wanted):
-  devices = stand_ins(num_processes=num_processes)
-  grid = mesh_lib.assigned_devices(by_hand(num_tasks), devices)
-  assert [[d.id for d in row] for row in grid] == wanted
+def test_task_has_the_devices_of_its_process():
+  devices = [Device(i, process_index=i % 2) for i in range(8)]
+  grid = mesh_lib.assigned_devices(by_hand(num_tasks=2), devices)
+  assert [[d.id for d in row] for row in grid] == [[2, 5], [6, 1]]

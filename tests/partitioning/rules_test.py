@@ -153,8 +153,6 @@ def test_logical_names_without_rule_are_unsplit_if_not_strict():
   specs = resolve(LOGICAL, MESH, params, strict=False)
   # As flax.linen.logical_to_mesh_sharding, but for the name of a mesh axis.
   assert specs == {"w": MODEL, "v": MODEL}
-  with pytest.raises(ValueError, match="strict=False"):
-    resolve(LOGICAL, MESH, params)
 
 
 # -- Mistakes.
@@ -170,7 +168,6 @@ ELSEWHERE = jax.device_put(
     ([("(", P())], PARAMS, r"rules\[0\].*'\('.* regex"),
     (FSDP("data"), PARAMS, r"\[0\]=FSDP\(axis='data'.*'model'\)"),
     ([("emb", P("modle"))], PARAMS, r"\[0\].*\[embed\].*modle.*'model'"),
-    ([("em", P(*BOTH, "model"))], PARAMS, r"\[embed\].*duplicate.*`model`"),
     ([("bias", P(None, "model"))], PARAMS, r"in/bias\].*'model'.*rank 1"),
     # 12 cannot be divided by 8.
     ([("w", BOTH)], {"w": array(12, 8)}, r"\[0\].*\[w\].*axis 0.*8 t.*12"),
@@ -185,7 +182,6 @@ ELSEWHERE = jax.device_put(
     (MODEL, PARAMS, r"rules=P\('model'"),
     ([(3, P())], PARAMS, r"rules\[0\]=\(3, P\(\)\)"),
     (["fsdp", ("embed", MODEL)], PARAMS, r"\[0\]='fsdp'.* last"),
-    ("fdsp", PARAMS, r"rules\[0\]='fdsp'"),
     (("embed", P()), PARAMS, r"\[0\]='embed' .* sequence of pairs"),
     # Logical names.
     (None, WITH_NAMES, r"\[v\].*'embed', 'mlp'.*'embed'.*'model'"),

@@ -163,12 +163,9 @@ def test_rings_are_closed_and_visit_every_chip(sides):
 
 
 def test_odd_side_has_no_ring_and_warns():
-  topology, shape = fs.Topology((4, 3, 1, 1)), (4, 3, 1, 1)
+  shape = (4, 3, 1, 1)
   with pytest.warns(UserWarning, match=r"odd side .*\(4, 3, 1\) chips"):
-    asked = build(topology, shape, device_order_mode="ring")
-  # As TensorFlow orders it.
-  auto = build(topology, shape).core_assignment
-  np.testing.assert_array_equal(asked.core_assignment, auto)
+    build(fs.Topology(shape), shape, device_order_mode="ring")
   # A line is a ring that the torus closes.
   shape = (1, 3, 1, 1)
   line = build(fs.Topology(shape), shape, device_order_mode="ring")
@@ -188,8 +185,6 @@ def test_lookups():
   assert (assignment.num_replicas, assignment.num_cores_per_replica) == (6, 2)
   assert assignment.coordinates(5, 1) == (2, 1, 0, 1)
   assert all(type(i) is int for i in assignment.coordinates(5, 1))
-  assert assignment.tpu_ordinal(5, 1) == 5
-  assert assignment.tpu_device(5, 1) == "/task:1/device:TPU:5"
   assert assignment.tpu_device(5, 1, job="w") == "/job:w/task:1/device:TPU:5"
   assert assignment.host_device(np.int64(5)) == "/task:1/device:CPU:0"
   assert assignment.host_device(job="w") == "/job:w/task:0/device:CPU:0"

@@ -32,19 +32,10 @@ def echo(x):
   return EIGHT.run(lambda x: x, args=(x,))
 
 
-def run_step(step, wrappers=()):
-  return EIGHT.run(step, [create(EIGHT, wrappers), sharded(EIGHT, 0)])
-
-
 def run_split_agn():
   """Replicas that step alone need whole parameters."""
   state = create(EIGHT, [fs.AGN(9)])
   EIGHT.run(lambda s: s, [split(state, EIGHT.mesh, P("replica"))])
-
-
-def batch_norm_over(axis):
-  norm = nn.BatchNorm(use_running_average=False, axis_name=axis)
-  return norm.apply({}, jnp.ones((2, 3)), mutable=True)
 
 
 def pmean(grads):
@@ -96,12 +87,12 @@ def changes_a_shape(state, batch):
     (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
     (lambda: EIGHT.run(lambda: fs.PerReplica(X)), TypeError, "PerReplica"),
     (
-      lambda: EIGHT.run(lambda: batch_norm_over("batch")),
+      lambda: EIGHT.run(lambda: jax.lax.pmean(1.0, "batch")),
       ValueError,
       "batch.* axis_name='replica'",
     ),
     (
-      lambda: run_step(UNREDUCED),
+      lambda: EIGHT.run(UNREDUCED, [create(EIGHT), sharded(EIGHT, 0)]),
       ValueError,
       r"params/w1 \(a replica's own data\).*opt_state/0/nu/w2 \([^,]*\. ",
     ),

@@ -215,18 +215,11 @@ def test_run_steps_equals_run_and_reduces_each_output():
 
 def test_run_steps_with_per_replica_batches():
   # As many steps as replicas: sizes do not show which dimension is which.
-  batches = [
-    EIGHT.distribute_values_from_function(
-      lambda context, i=i: jnp.full(
-        2, 10.0 * i + context.replica_id_in_sync_group
-      )
-    )
-    for i in range(8)
-  ]
+  batches = [fs.PerReplica(10.0 * i + jnp.arange(8.0)) for i in range(8)]
 
   def step(state, x):
-    count = jax.lax.pmax(x[0], "replica").astype(jnp.int32)
-    return state.replace(step=10 * state.step + count // 10), x[1]
+    count = jax.lax.pmax(x, "replica").astype(jnp.int32)
+    return state.replace(step=10 * state.step + count // 10), x
 
   state, last = EIGHT.run_steps(step, create(EIGHT), batches)
   assert int(state.step) == 1234567

@@ -93,17 +93,6 @@ def kernel_call(x, compute):
   return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
 
 
-def sum_over_logical_devices(x):
-  mesh = jax.sharding.get_abstract_mesh()
-  return jax.shard_map(
-    lambda z: mean(jax.lax.psum(z, "model")),
-    mesh=mesh,
-    in_specs=P("model"),
-    out_specs=P(),
-    axis_names={"model"},
-  )(x)
-
-
 def write_to_ref_in_loop(x, value):
   ref = jax.new_ref(x)
 
@@ -131,7 +120,12 @@ REPLICATED = {
   "root": lambda x, y: root(x),
   "groups of a replicated value": lambda x, y: grouped(x),
   "groups, then across them": lambda x, y: grouped(grouped(y), ACROSS),
-  "shard_map": lambda x, y: sum_over_logical_devices(y),
+  "shard_map": lambda x, y: jax.shard_map(
+    lambda z: mean(jax.lax.psum(z, "model")),
+    in_specs=P("model"),
+    out_specs=P(),
+    axis_names={"model"},
+  )(y),
   "pallas_call": lambda x, y: kernel_call(mean(y), jnp.sin),
 }
 
