@@ -10,7 +10,6 @@ EIGHT = fs.Strategy()
 # Rows of the table: with 3 ids on each of 8 replicas it takes fewer bytes to
 # gather rows of the larger one, and to sum the smaller one as an array.
 LARGE, SMALL = 40, 8
-SIZES = [LARGE, pytest.param(SMALL, marks=pytest.mark.slow)]
 PAIRS = ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
@@ -41,7 +40,7 @@ def reduce_all(op, ids, values, size, groups=None):
 
 
 @pytest.mark.parametrize("groups", [None, PAIRS])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [LARGE, SMALL])
 def test_mean_has_the_rows_of_all_replicas(size, groups):
   ids, values = make_slices(size)
   out = reduce_all("mean", ids, values, size, groups)
@@ -62,7 +61,7 @@ def test_mean_has_the_rows_of_all_replicas(size, groups):
       np.testing.assert_array_equal(rows[i], rows[group[0]])
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [LARGE, SMALL])
 def test_narrow_sums(size):
   ids = np.full((8, 3), 1)
   ones = np.ones((8, 3, 2), np.float16)

@@ -34,8 +34,8 @@ def echo(x):
 
 def run_split_agn():
   """Replicas that step alone need whole parameters."""
-  state = create(EIGHT, [fs.AGN(9)])
-  EIGHT.run(lambda s: s, [split(state, EIGHT.mesh, P("replica"))])
+  state = split(local_state(), EIGHT.mesh, P("replica"))
+  EIGHT.run(lambda s: s, [state])
 
 
 def pmean(grads):
@@ -130,6 +130,10 @@ def dense_state():
   return create(EIGHT)
 
 
+def local_state():
+  return create(EIGHT, [fs.AGN(9)])
+
+
 def sparse_state():
   return sparse_states.create(EIGHT, sparse_states.ADAGRAD)
 
@@ -164,6 +168,7 @@ ROWS = EIGHT.shard_batch(sparse_states.batch(0))
   [
     # A batch that is not split (mistake 16), in spite of keys for dropout.
     (dense_state, new_step(), [batch(0)], ("argument 1/x ", *WHOLE)),
+    (local_state, new_step(), [batch(0)], ("argument 1/x ", *WHOLE)),
     (dense_state, dropout_step, [X[0], KEY], ("argument 1 ", *WHOLE)),
     # Gradients that are reduced by hand (mistake 27).
     (dense_state, step_with(pmean), [sharded(EIGHT, 0)], REDUCED),

@@ -191,18 +191,14 @@ def sparse_reference():
   return sparse_states.reference(sparse_states.ADAGRAD, 3)
 
 
-def slow(*case):
-  return pytest.param(*case, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
   ("way", "strategy", "spec", "wrappers"),
   [
     ("run", ONE, P(), []),
     ("run", EIGHT, P(), []),
     ("run", SPLIT, P("model", None), [fs.CrossShard(), DYNAMIC]),
-    slow("run_steps", SPLIT, P(None, "model"), [DYNAMIC]),
-    slow("jit", EIGHT, P("replica", None), [DYNAMIC]),
+    ("run_steps", SPLIT, P(None, "model"), [DYNAMIC]),
+    ("jit", EIGHT, P("replica", None), [DYNAMIC]),
     ("jit", SPLIT, P("model", None), []),
   ],
 )
