@@ -97,7 +97,6 @@ def test_mesh_shape_without_replicas_warns():
       r"mesh_shape=\[8\] .*dict of axis sizes",
     ),
     (lambda: make(replica=3), ValueError, "{'replica': 3} of 8 devices"),
-    (lambda: make(replica=0), ValueError, "{'replica': 0} of 8 devices"),
     (lambda: make(replica=-1, m=-1), ValueError, "'m': -1"),
     (lambda: make(replica=-2), ValueError, r"\['replica'\] .*-1, got -2"),
     (lambda: make(data=8), ValueError, "no axis 'replica'.* 8 devices"),

@@ -218,7 +218,6 @@ def test_rules_from_config(value, rules):
 @pytest.mark.parametrize(
   ("value", "error", "facts"),
   [
-    ({"name": "fdsp"}, ValueError, "rules.name.*'fdsp'.*'fsdp'"),
     (({"name": "fsdp", "size": 3},), ValueError, r"rules\[0\].*'size'"),
     ((("a", 3),), TypeError, r"rules\[0\]=\('a', 3\)"),
   ],
