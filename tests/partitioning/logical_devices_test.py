@@ -179,7 +179,6 @@ def test_assign_moves_arrays_to_one_logical_device(replicas, logical):
 
 VALUES = {
   "nonfinite": np.array([np.nan, np.inf, -np.inf, 0.0], np.float32),
-  "bfloat16": jnp.asarray(X, jnp.bfloat16),
   "complex64": X * np.complex64(1 - 2j),
   "bool": X > 9,
   "int8": np.array([-128, 127, 3], np.int8),
