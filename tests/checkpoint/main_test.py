@@ -62,32 +62,27 @@ def test_damaged_steps_are_marked(path, run):
   content[9] ^= 1
   file.write_bytes(content)
   (path / "30").mkdir()
+  # Files of Flax, in msgpack.
+  content = flax.serialization.to_bytes(STATE.without_wrappers())
+  (path / "checkpoint_2").write_bytes(content)
+  (path / "checkpoint_10").write_bytes(content[:50])
   # Without --verify only sizes and missing files show damage.
   code, out, err = run(path)
   assert (code, err) == (1, "")
-  assert "  complete\n" in out
-  assert "        20  not restorable: KeyError: " in out
-  assert f"damaged: {path / '30'} is empty.\n" in out
-  code, out, _ = run(path, "--verify")
-  assert code == 1
-  assert f"damaged: {file} has crc32 " in out
-  # The newest complete step is shown.
-  assert f"\n\n{path / '1'}\n" in out
+  for line in (
+    "         1  complete\n",
+    "         2  complete, without digests\n",
+    "        20  not restorable: KeyError: ",
+    f"        30  damaged: {path / '30'} is empty.\n",
+    f"damaged: {path / 'checkpoint_10'} is no checkpoint of Flax",
+    # The newest complete step is shown.
+    f"\n\n{path / 'checkpoint_2'}\n  not written by flaxshard\n",
+    "checkpoint_2: 5 arrays\n",
+  ):
+    assert line in out
   code, out, _ = run(path, "--verify", "--step", 20)
   assert code == 1 and "params/w" not in out
-
-
-def test_msgpack_checkpoints_are_shown(tmp_path, run):
-  content = flax.serialization.to_bytes(STATE.without_wrappers())
-  (tmp_path / "checkpoint_2").write_bytes(content)
-  (tmp_path / "checkpoint_10").write_bytes(content[:50])
-  code, out, _ = run(tmp_path, "--verify")
-  assert code == 1
-  lines = out.splitlines()
-  assert lines[1] == f"  {2:>8}  complete, without digests"
-  assert "checkpoint_10 is no checkpoint of Flax" in lines[2]
-  assert "  not written by flaxshard" in lines
-  assert "checkpoint_2: 5 arrays" in lines
+  assert f"        20  damaged: {file} has crc32 " in out
 
 
 def test_nothing_to_show_exits_with_2(path, tmp_path, run):

@@ -154,13 +154,12 @@ OUTER = fs.AGN(
 
 
 def create_linear(replicas, *wrappers, seed=0):
-  """Returns a state; `replicas=None` is one without a strategy."""
   return fs.TrainState.create(
     apply_fn=None,
     params={"w": jax.random.normal(jax.random.key(seed), (2, 3))},
     tx=TX,
     wrappers=wrappers,
-    strategy=replicas and strategy_of(replicas),
+    strategy=strategy_of(replicas),
     stats={"mean": jnp.zeros(2)},
   )
 
@@ -174,16 +173,12 @@ def train_step(state, x):
 
 @functools.cache
 def compiled(replicas):
-  if replicas is None:
-    return jax.jit(train_step)
   return strategy_of(replicas).jit(train_step)
 
 
 def trained(state, replicas, steps):
   for x in X[:steps]:
-    if replicas is not None:
-      x = strategy_of(replicas).shard_batch(x)
-    state = compiled(replicas)(state, x)
+    state = compiled(replicas)(state, strategy_of(replicas).shard_batch(x))
   return state
 
 
@@ -227,13 +222,13 @@ def test_resuming_in_mid_period_is_exact(tmp_path, caplog):
 def test_restores_eight_replicas_as_one_and_back(tmp_path, caplog):
   state = after_seven(states.SCALED, MEAN)
   states.write_ours(tmp_path, state)
-  fresh = create_linear(None, states.SCALED, MEAN, seed=1)
+  fresh = create_linear(1, states.SCALED, MEAN, seed=1)
   one = fs.checkpoint.restore(tmp_path, fresh)
   for field in ("step", "params", "opt_state", "stats"):
     assert_trees_equal(getattr(one, field), getattr(state, field))
   assert_begins_at_center(one, 1, count=7, local_step=6, commits=2)
   assert "shape (8, 2, 3), where (1, 2, 3) is" in states.messages(caplog)[0]
-  one = trained(one, None, 5)
+  one = trained(one, 1, 5)
   assert int(one.wrapper_states["agn"].commits) == 3
   states.write_ours(tmp_path / "one", one)
   fresh = states.abstract(create_linear(8, states.SCALED, MEAN))
