@@ -202,6 +202,11 @@ class DistributedDataset:
   def __iter__(self) -> DistributedIterator:
     """Returns an iterator over one epoch."""
     if self._single_iterator is not None:
+      if self._single_iterator.has_ended:
+        checks.warn(
+          "distribute_dataset: all batches have been read: a generator, as any "
+          "iterator, has one epoch. Pass a list, or an object with __iter__."
+        )
       return self._single_iterator
     source = iter(self._iterable)
     iterator = DistributedIterator(

@@ -38,6 +38,9 @@ class DistributedIterator:
   Grain iterator. Any number of processes can restore it if the source has an
   attribute `position_is_global` that is True.
 
+  Attributes:
+    has_ended: Whether there are no further batches.
+
   Example:
     >>> import grain, numpy as np
     >>> from flaxshard.data import distribute
@@ -68,7 +71,7 @@ class DistributedIterator:
     self._state = copy_state(source)
     self._prefetch: _Prefetch | None = None
     self._finalizer: weakref.finalize | None = None
-    self._ended = False
+    self.has_ended = False
 
   def __iter__(self) -> DistributedIterator:
     """Returns itself."""
@@ -76,7 +79,7 @@ class DistributedIterator:
 
   def __next__(self) -> PyTree:
     """Returns the next batch, or raises the error of the source."""
-    if self._ended:
+    if self.has_ended:
       raise StopIteration
     self.start_prefetch()
     item = self._read() if self._prefetch is None else self._prefetch.get()
@@ -86,7 +89,7 @@ class DistributedIterator:
     # The thread has ended. After an error, the next call reads on: the source
     # decides whether it can.
     self._stop_prefetch(timeout=0)
-    self._ended = isinstance(item.error, StopIteration)
+    self.has_ended = isinstance(item.error, StopIteration)
     try:
       raise item.error
     finally:
@@ -95,7 +98,7 @@ class DistributedIterator:
 
   def start_prefetch(self) -> None:
     """Starts to read ahead now, instead of with the first batch."""
-    if self._prefetch_size and self._prefetch is None and not self._ended:
+    if self._prefetch_size and self._prefetch is None and not self.has_ended:
       self._prefetch = _Prefetch(self._read, self._prefetch_size)
       self._finalizer = weakref.finalize(self, self._prefetch.stop)
 
@@ -128,7 +131,7 @@ class DistributedIterator:
     source: Any = self._source
     source.set_state(state)
     self._state = copy_state(source)
-    self._ended = False
+    self.has_ended = False
 
   def skip(self, count: int) -> None:
     """Goes on after the next batches, without returning them.
@@ -164,7 +167,7 @@ class DistributedIterator:
   def close(self) -> None:
     """Ends the iterator; waits up to 5 seconds for the thread's read."""
     self._stop_prefetch(_CLOSE_TIMEOUT)
-    self._ended = True
+    self.has_ended = True
 
   def __enter__(self) -> DistributedIterator:
     """Returns itself."""
