@@ -142,9 +142,7 @@ def test_no_device_holds_the_whole_state():
 
 
 def test_keys_and_inputs_on_any_device():
-  make_dense = lambda **kwargs: make(
-    nn.Dense(8), tx=optax.sgd(0.1), strategy=STRATEGY, **kwargs
-  )
+  make_dense = lambda **kwargs: make(nn.Dense(8), strategy=STRATEGY, **kwargs)
   wanted = nn.Dense(8).init(KEY, X)["params"]
   for rng in (
     jax.random.PRNGKey(0),
@@ -258,9 +256,9 @@ def test_flags_and_arrays_by_name(strategy):
 # The precision in which a model computes, and the scale of its loss.
 
 
-class InnerNNX(nnx.Module):
-  def __init__(self, rngs):
-    self.hidden = nnx.Linear(16, 2, dtype=jnp.float16, rngs=rngs)
+def half_nnx(rngs):
+  layer = nnx.Linear(16, 2, dtype=jnp.float16, rngs=rngs)
+  return nnx.Sequential(layer)
 
 
 def dense(dtype):
@@ -272,8 +270,8 @@ ELEMENTWISE = Computes(lambda x: nn.Dense(2)(x).astype(jnp.float16) ** 2)
 HALF = {
   "linen": dense(jnp.float16),
   "elementwise": ELEMENTWISE,
-  "nnx": InnerNNX(nnx.Rngs(0)),
-  "nnx_function": lambda rngs: InnerNNX(rngs),
+  "nnx": half_nnx(nnx.Rngs(0)),
+  "nnx_function": half_nnx,
   "policy": Computes(policy=fs.Policy("mixed_float16")),
   "dtype": Computes(policy="no policy", dtype="float16"),
 }

@@ -70,7 +70,7 @@ def make(model, **kwargs):
   return fs.create_train_state(model, jax.random.key(0), X, tx, **kwargs)
 
 
-def lora(rank=4, **kwargs):
+def lora(rank=1, **kwargs):
   return make(DENSE, lora=fs.LoRA(rank, **kwargs))
 
 
@@ -93,7 +93,6 @@ MISTAKES = [
   (lambda: make(nn.Dense), TypeError, "model .*Dense"),
   (lambda: make(lambda rngs: 3), TypeError, "model"),
   (lambda: make(NoParams()), ValueError, "NoParams has no parameters"),
-  (lambda: make(DENSE, trian=False), TypeError, "trian"),
   (lambda: make(lambda rngs: NORM, wrapers=[]), TypeError, "wrapers"),
   (lambda: make(DENSE, rules="fsdp"), ValueError, "fsdp.*strategy"),
   # The parameters that LoRA trains.
@@ -102,6 +101,7 @@ MISTAKES = [
   (lambda: lora(patterns=("bias",)), ValueError, r"bias, float32 \(1,\)"),
   (lambda: lora(train=("kernel",)), ValueError, "kernel is .*train="),
   (lambda: lora(batch_dims=(("x", 1),)), ValueError, r"dims\[0\]='x'.*kernel"),
+  (lambda: lora(batch_dims=(("k", 0),)), ValueError, r"batch_dims\[0\]\[1\]"),
   (lambda: lora(batch_dims=(("k", 2),)), ValueError, "kernel.* 2 batch dim"),
   (lambda: call(lora()), ValueError, "'frozen': state.froz"),
   (lambda: call(make(NORM)), ValueError, "given are.*batch_stats"),

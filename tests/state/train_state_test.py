@@ -66,8 +66,6 @@ def test_leaves_without_wrappers_are_those_of_flax():
   assert isinstance(ours, flax_train_state.TrainState)
   leaves, theirs = map(jax.tree.leaves_with_path, (ours, flax_state))
   assert [path for path, _ in leaves] == [path for path, _ in theirs]
-  for (_, a), (_, b) in zip(leaves, theirs, strict=True):
-    np.testing.assert_array_equal(a, b)
   # Flax's serialization reads the bytes of the one into the other.
   given = flax.serialization.to_bytes(ours)
   restored = flax.serialization.from_bytes(flax_state, given)
