@@ -5,7 +5,6 @@ import center_workers
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import s3_server
 import tiny
 from tree_equality import assert_trees_equal
 
@@ -18,7 +17,7 @@ from flaxshard.center import store
 
 @pytest.fixture
 def s3():
-  with s3_server.start() as server:
+  with bucket_servers.start_s3() as server:
     yield server
 
 

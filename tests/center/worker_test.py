@@ -5,6 +5,7 @@ import re
 import threading
 import time
 
+import bucket_servers
 import center_workers
 from center_workers import warnings_of
 from center_workers import Workers
@@ -14,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 import quadratic_states
-import s3_server
 
 import flaxshard as fs
 from flaxshard.center import encoding
@@ -327,7 +327,7 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
 def test_a_synchronizer_merges_in_a_bucket_of_s3_while_it_lives():
   state, stops = create(agn(commit="sum")), threading.Event()
   with (
-    s3_server.start() as server,
+    bucket_servers.start_s3() as server,
     Workers([state] * 2, step, "s3://bucket/run") as group,
   ):
     center = store.Objects("s3://bucket/run/center")
