@@ -102,12 +102,6 @@ class Loss(clu_metrics.Collection):
   loss: clu_metrics.Average.from_output("loss")
 
 
-class Linear(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(1, use_bias=False)(x)
-
-
 class Rollouts:
   """Moves the outputs of the model at random inputs towards 1."""
 
@@ -117,7 +111,7 @@ class Rollouts:
     self.made = []
 
   def create_model(self):
-    return Linear()
+    return nn.Dense(1, use_bias=False)
 
   def example(self):
     return {
@@ -132,7 +126,7 @@ class Rollouts:
 
   def train_batches(self, stream):
     while True:
-      kernel = np.asarray(stream.state().params["Dense_0"]["kernel"])[:, 0]
+      kernel = np.asarray(stream.state().params["kernel"])[:, 0]
       inputs = np.asarray(jax.random.normal(stream.rng, (8, 2)))
       self.made.append(stream.step)
       target = inputs @ kernel + 0.5 * (1 - inputs @ kernel)
@@ -141,9 +135,9 @@ class Rollouts:
 
 def config(**fields):
   """Returns a config of a task that makes its model and data."""
-  values = tiny.config(precision="float32", wrappers=())
-  del values.model, values.data
-  defaults = dict(
+  values = tiny.config(
+    precision="float32",
+    wrappers=(),
     batch_size=8,
     learning_rate=0.3,
     num_train_steps=40,
@@ -152,4 +146,5 @@ def config(**fields):
     checkpoint_every_steps=20,
     mesh={"replica": 1},
   )
-  return {**values, **defaults, **fields}
+  del values.model, values.data
+  return {**values, **fields}

@@ -9,6 +9,7 @@ import tiny
 import two_processes
 
 from flaxshard import train
+from flaxshard.train.config import files
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +62,12 @@ def train_tasks(workdir):
   train.train_and_evaluate(
     config, f"{workdir}/rollouts", small_tasks.Rollouts()
   )
+  # Its evaluation collects images, and draws others.
+  config = files.read("ddpm")
+  config.task.update({"num_steps": 4, "num_samples": 20})
+  config.update({"model": {"width": 16, "depth": 1}, "batch_size": 128})
+  config.update({"writer": "none", "num_train_steps": 2, **fields})
+  train.train_and_evaluate(config, f"{workdir}/ddpm")
 
 
 def test_tasks_train_as_in_one_process(tmp_path):
@@ -70,6 +77,7 @@ def test_tasks_train_as_in_one_process(tmp_path):
   for name, metric, steps in (
     ("stream", "eval_largest", [4, 8]),
     ("rollouts", "train_loss", [4]),
+    ("ddpm", "eval_recall", [2]),
   ):
     one, two = (
       tiny.untimed_rows(tmp_path / kind / name) for kind in ("one", "two")
