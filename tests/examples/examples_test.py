@@ -13,7 +13,6 @@ from flaxshard.examples import ddpm
 from flaxshard.examples import ppo
 from flaxshard.examples import recsys
 from flaxshard.examples import regression
-from flaxshard.examples import simclr
 from flaxshard.train.config import files
 
 
@@ -168,15 +167,6 @@ def test_r2_over_batches():
     total = total.merge(regression.R2.from_model_output(**part))
   # The mean of 1, 2, 3 has squared errors of 2/3.
   assert total.compute() == pytest.approx(1 - 0.25 / (2 / 3), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_augmented_views_differ_and_keep_the_shape():
-  images = jax.random.uniform(jax.random.key(0), (3, 8, 8, 1))
-  views = [simclr.augment(jax.random.key(i), images) for i in (1, 1, 2)]
-  assert views[0].shape == images.shape
-  np.testing.assert_array_equal(views[0], views[1])
-  assert np.abs(views[0] - views[2]).mean() > 0.05
 
 
 def test_choices_have_the_probabilities_of_the_world():

@@ -6,7 +6,6 @@ from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import pytest
 
@@ -181,15 +180,6 @@ def test_dropout_in_training_only(name):
   assert not np.array_equal(first, evaluated)
   # Without dropout, training needs no random stream.
   jax.eval_shape(lambda: plain.apply(variables, inputs, train=True))
-
-
-def test_create_accepts_config_dicts():
-  fields = {"stage_sizes": [1, 2], "width": 8}
-  config = ml_collections.FrozenConfigDict({"name": "resnet", **fields})
-  policy = Policy("mixed_bfloat16")
-  model = models.create(config, num_classes=7, policy=policy)
-  assert model == models.ResNet(7, policy, stage_sizes=(1, 2), width=8)
-  hash(model)  # jax.jit needs it for static arguments
 
 
 def dtype_of(rngs, dtype, width=3):
