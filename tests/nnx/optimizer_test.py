@@ -124,20 +124,20 @@ def test_same_arrays_as_nnx_optimizer(wrappers):
   assert_same(arrays(model), arrays(other), rtol)
   assert_same(arrays(plain(optimizer)), arrays(nnx.state(of_nnx)), rtol)
   # With this, Orbax restores one into the other.
-  trees = plain(optimizer), nnx.state(of_nnx)
-  assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+  structure = jax.tree.structure
+  assert structure(plain(optimizer)) == structure(nnx.state(of_nnx))
 
 
+@pytest.mark.filterwarnings("ignore:.*are not in params yet")
 @pytest.mark.parametrize(
-  ("others", "steps"),
+  "others",
   [
-    ((), 3),
-    pytest.param((fs.Accumulate(2), fs.EMA(0.5)), 1, marks=pytest.mark.slow),
-    pytest.param((fs.AGN(2),), 3, marks=pytest.mark.slow),
+    (),
+    pytest.param((fs.Accumulate(2), fs.EMA(0.5)), marks=pytest.mark.slow),
+    pytest.param((fs.AGN(2),), marks=pytest.mark.slow),
   ],
-  ids=["", "accumulate_ema", "agn"],
 )
-def test_steps_and_skipped_steps_equal_those_of_a_train_state(others, steps):
+def test_steps_and_skipped_steps_equal_those_of_a_train_state(others):
   wrappers = (*DYNAMIC, *others)
   model, optimizer = create(wrappers)
   state = create_state(Net(nnx.Rngs(0)), wrappers=wrappers)
@@ -163,7 +163,6 @@ def test_steps_and_skipped_steps_equal_those_of_a_train_state(others, steps):
   states = optimizer.train_state(model), state.replace(apply_fn=None)
   assert_trees_equal(*(s.without_wrappers() for s in states))
   assert optimizer.metrics() == state.metrics()
-  assert int(optimizer.step[...]) == steps
   assert int(model.drop.rngs.count[...]) == 3
   average = jax.tree.leaves(optimizer.eval_params(model))
   assert_trees_equal(average, jax.tree.leaves(state.eval_params))
