@@ -61,13 +61,10 @@ def test_numpy_arrays_are_not_donated():
   # let a training step write into the caller's array.
   raw = np.zeros(1 << 16, np.float32)
   state = create({"a": raw, "b": raw})
-  step = jax.jit(
-    lambda s: s.apply_gradients(grads=jax.tree.map(jnp.ones_like, s.params)),
-    donate_argnums=0,
-  )
-  new = step(state).params
+  step = jax.jit(lambda s, g: s.apply_gradients(grads=g), donate_argnums=0)
+  new = step(state, {"a": jnp.ones(1 << 16), "b": None}).params
   assert (raw == 0).all()
-  assert (np.asarray(new["a"]) == -1).all() and (new["b"] == new["a"]).all()
+  assert (np.asarray(new["a"]) == -1).all() and not new["b"].any()
 
 
 # -- Whether all gradients are finite.

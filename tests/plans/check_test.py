@@ -73,12 +73,11 @@ def mistake(kind, *args, **kwargs):
 class Mlp(nn.Module):
   """A stack of dense layers; the kernels have the same shape."""
 
-  layers: int = 3
   dtype: Any = None
 
   @nn.compact
   def __call__(self, x):
-    for _ in range(self.layers):
+    for _ in range(3):
       x = nn.relu(nn.Dense(64, dtype=self.dtype)(x))
     return x
 
@@ -446,7 +445,7 @@ def test_other_new_states():
 @pytest.mark.slow
 def test_fsdp_sums_microbatches_into_split_gradients():
   strategy = fs.Strategy()
-  state = create(strategy, Mlp(2), rules=fs.FSDP(min_size=1024))
+  state = create(strategy, rules=fs.FSDP(min_size=1024))
 
   def step(state, x):
     def accumulate(total, x):

@@ -252,13 +252,11 @@ def test_dynamic_loss_scale():
     if step == 2:
       values[1, 0] = np.inf
     state = train_step(state, jnp.array(ids), values)
-    given = {
-      "table": state.params["table"],
-      "momentum": slot(state, "SGD", "momentum"),
-      "scale": state.wrapper_states["loss_scale"].scale,
-    }
-    for name, value in given.items():
-      np.testing.assert_allclose(
-        value, np.array(figures[name][step], np.float32), rtol=1e-6, atol=1e-6
-      )
+    for name, value in (
+      ("table", state.params["table"]),
+      ("momentum", slot(state, "SGD", "momentum")),
+      ("scale", state.wrapper_states["loss_scale"].scale),
+    ):
+      wanted = np.array(figures[name][step], np.float32)
+      np.testing.assert_allclose(value, wanted, rtol=1e-6, atol=1e-6)
   assert state.step == 4

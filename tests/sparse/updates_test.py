@@ -22,6 +22,7 @@ PARAMS = {
   "bias": jnp.array([0.5, -0.25, 0.125]),
 }
 DECAY = optax.linear_schedule(0.1, 0.0, 10)
+MASK = {"table": True, "bias": False}
 SGD, ADAM = optax.sgd(0.1, 0.9), optax.adam(0.1)
 
 
@@ -98,13 +99,7 @@ OPTIMIZERS = {
   "norm": (optax.chain(optax.normalize_by_update_norm(), SGD), "rows"),
   "clip_by_global_norm": (chain_with(optax.clip_by_global_norm(0.1)), "whole"),
   "zero_nans": (chain_with(optax.zero_nans()), "whole"),
-  "clip_and_decay": (
-    optax.chain(
-      optax.clip_by_global_norm(0.5),
-      optax.adamw(0.1, weight_decay=0.5, mask={"table": True, "bias": False}),
-    ),
-    "whole",
-  ),
+  "decay_mask": (optax.adamw(0.1, weight_decay=0.5, mask=MASK), "whole"),
   "groups": (
     optax.multi_transform({"a": SGD, "b": ADAM}, {"table": "a", "bias": "b"}),
     "rows",

@@ -92,10 +92,8 @@ def test_fsdp_in_the_global_view(topology):
   args = create(strategy, rules="fsdp")
   program, found = compile_step(strategy, "jit", *args)
   # Each kernel once, in the precision of the multiplication.
-  gathered = [
-    c for c in found if c.kind == "all-gather" and len(c.results) == 1
-  ]
-  kernels = [c for c in gathered if c.results[0].size == WIDTH**2]
+  gathered = [c for c in found if c.kind == "all-gather"]
+  kernels = [c for c in gathered if [x.size for x in c.results] == [WIDTH**2]]
   assert [c.result_bytes for c in kernels] == [2 * WIDTH**2] * 2
   scattered = [c for c in found if c.kind == "reduce-scatter"]
   assert sum(c.operand_bytes for c in scattered) == 2 * 4 * WIDTH**2
