@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from tiny_runs import assert_evaluated
 from tree_equality import assert_trees_close
 from tree_equality import assert_trees_equal
 
@@ -208,7 +209,7 @@ def get_config():
     model={"name": "cnn", "features": (), "dense": 8, "dropout": 0.5},
     wrappers=(("agn", agn),), mesh={"replica": -1, "per_replica": True},
     precision="float32", num_train_steps=14, eval_every_steps=14,
-    checkpoint_every_steps=6)
+    checkpoint_every_steps=6, data={"name": "tiny_runs:digits"})
 """
 
 
@@ -238,6 +239,8 @@ def test_two_workers_end_like_two_replicas(programs, tmp_path):
   assert_trees_close((loaded[0].params, local), (compiled.params, list(wanted)))
   rows, wanted = tiny.rows(tmp_path / "run"), tiny.rows(tmp_path / "compiled")
   assert rows[-1]["eval_loss"] == pytest.approx(wanted[-1]["eval_loss"])
+  # It is the center that is evaluated.
+  assert_evaluated(rows[-1], compiled, compiled.params)
   assert [row["commits"] for row in rows] == [r["commits"] for r in wanted]
   workers = [row.get("commit_workers") for row in rows]
   assert workers == [None, 2, None, 2, None, 2, None]

@@ -142,25 +142,6 @@ def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path):
   assert [r["train_loss"] for r in rows[2:]] == [None] * 8
 
 
-@pytest.mark.slow
-def test_a_nonfinite_loss_and_float16_are_warned_of_where_they_arise(
-  tmp_path, caplog
-):
-  config = tiny.config(
-    data={"name": f"{_THIS}:infinite_example"},
-    wrappers=(),
-    num_train_steps=4,
-    on_nonfinite="continue",
-  )
-  with pytest.warns(UserWarning, match="float16") as warned:
-    train.train_and_evaluate(config, str(tmp_path))
-  (warning,) = [w for w in warned if "float16" in str(w.message)]
-  assert warning.filename == __file__
-  messages = [m for m in caplog.messages if "the loss is not finite" in m]
-  assert re.match(r"step [1-4]: .* of 4 parameters .*head/kernel", messages[0])
-  assert [r["step"] for r in tiny.rows(tmp_path)] == [2, 4]
-
-
 def new_state(*wrappers):
   params = {"w": jnp.ones(2)}
   return fs.TrainState.create(

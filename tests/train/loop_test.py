@@ -138,30 +138,18 @@ def read_files(workdir) -> dict[pathlib.Path, bytes]:
   return {f: f.read_bytes() for f in files if f.is_file()}
 
 
-@pytest.mark.parametrize(
-  ("fields", "facts"),
-  [
-    (
-      {
-        "model": {"name": "cnn", "features": (), "dense": 9},
-        "num_train_steps": 16,
-        "resume": "extend",
-      },
-      ("dense/bias", "(8,)", "(9,)"),
-    ),
-    # The position of the data would mean other examples.
-    ({"batch_size": 32}, ("config.batch_size=32", "16")),
-  ],
-)
-def test_checkpoints_of_another_run_raise_and_are_kept(
-  whole_run, fields, facts
-):
+def test_checkpoints_of_another_run_raise_and_are_kept(whole_run):
   workdir, _ = whole_run
   before = read_files(workdir)
-  with pytest.raises(ValueError) as e:
-    train.train_and_evaluate(tiny.config(**fields), workdir)
-  for fact in facts:
-    assert fact in str(e.value)
+  wider = {"name": "cnn", "features": (), "dense": 9}
+  for fields, match in (
+    # The position of the data would mean other examples.
+    ({"batch_size": 32}, r"config\.batch_size=32.* 16"),
+    ({"model": wider, "num_train_steps": 16}, r"dense/bias.*\(8,\).*\(9,\)"),
+  ):
+    config = tiny.config(**fields, resume="extend")
+    with pytest.raises(ValueError, match=match):
+      train.train_and_evaluate(config, workdir)
   assert read_files(workdir) == before
 
 

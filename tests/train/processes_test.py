@@ -12,13 +12,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tiny
+from tiny_runs import assert_same_rows
+from tiny_runs import IMAGES
+from tiny_runs import run
+from tiny_runs import TEXT
 from tree_equality import assert_trees_close
 import two_processes
 
 import flaxshard as fs
-from flaxshard import train
 from flaxshard.train import preemption
-from flaxshard.train import report
 
 pytestmark = pytest.mark.slow
 
@@ -27,59 +29,28 @@ _HERE = pathlib.Path(__file__).parent
 _PREAMBLE = """
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 import processes_test
+from flaxshard.train import report
+report.draw = lambda *args: None
 """
 
-# Two processes against one.
-
+# Two processes against one. Four replicas split parameters, slots, sums and
+# averages over both processes.
 _FSDP = {"name": "fsdp", "min_size": 32}
 CONFIGS = {
-  # Splits parameters, slots, sums and averages over both processes.
   "images": {
-    "model": {"name": "cnn", "features": (4,), "dense": 8},
-    "num_train_steps": 12,
+    **IMAGES,
     "accumulate_steps": 2,
     "freeze": ("^head/bias",),
     "learning_rates": (("^dense/", 2.0),),
     "wrappers": (("loss_scale", {"scale": "dynamic"}), ("ema", {})),
   },
-  "text": {
-    "model": {
-      "name": "transformer",
-      "num_layers": 1,
-      "num_heads": 2,
-      "embed_dim": 16,
-      "mlp_dim": 32,
-      "max_length": 16,
-    },
-    "data": {
-      "name": "text",
-      "path": os.path.dirname(fs.models.__file__),
-      "eval_every": 4,
-      "length": 16,
-    },
-    # With Adam, a bias of keys would follow rounding errors: its gradient is 0.
-    "optimizer": {"name": "sgd", "momentum": 0.9},
-    "num_train_steps": 6,
-  },
+  "text": TEXT,
 }
 
 
 def train_small(name, workdir):
-  fields = CONFIGS[name]
-  steps = fields["num_train_steps"]
-  config = tiny.config(
-    **{
-      "mesh": {"replica": 4, "rules": (_FSDP,)},
-      # The rounding of float16 is larger than the differences to find.
-      "precision": "float32",
-      "log_every_steps": 6,
-      "eval_every_steps": steps,
-      "checkpoint_every_steps": steps,
-      **fields,
-    }
-  )
-  report.draw = lambda *args: None
-  return train.train_and_evaluate(config, str(workdir))
+  mesh = {"replica": 4, "rules": (_FSDP,)}
+  return run(workdir, **CONFIGS[name], mesh=mesh, eval_every_steps=4)
 
 
 # Counts each operation that needs other processes: calls of the coordination
@@ -182,17 +153,13 @@ def test_cross_process_operations_do_not_grow_with_steps(two_process_runs):
 def test_two_processes_train_the_same_parameters_as_one(
   two_process_runs, tmp_path, name
 ):
-  wanted = train_small(name, tmp_path)
+  wanted, wanted_rows = train_small(name, tmp_path)
   workdir = two_process_runs[0] / name
   # The order in which gradients are added up makes differences of up to 3e-8
   # in parameters of up to 1 (seen with JAX 0.10.2).
   state = fs.checkpoint.restore(str(workdir), wanted)
   assert_trees_close(state, wanted, rtol=0, atol=1e-6)
-  rows, wanted_rows = map(tiny.untimed_rows, (workdir, tmp_path))
-  assert wanted_rows[0]["step"] == 6
-  assert {"train_loss", "eval_loss", "eval_accuracy"} < set(wanted_rows[-1])
-  for row, wanted_row in zip(rows, wanted_rows, strict=True):
-    assert row == pytest.approx(wanted_row, rel=1e-5)
+  assert_same_rows(tiny.untimed_rows(workdir), wanted_rows, rel=1e-5)
 
 
 # Runs that resume on another number of processes.
@@ -224,7 +191,6 @@ def run_stage(path: str, runs: list[str]) -> None:
       which to stop: a number, "sigterm" for a signal to the last process at
       step 9, or "end".
   """
-  report.draw = lambda *args: None
   agree_on_signal = preemption.agree_on_signal
   for kind, workdir, stop in map(str.split, runs):
 
@@ -237,19 +203,19 @@ def run_stage(path: str, runs: list[str]) -> None:
       return signal.SIGTERM if str(step) == stop else None
 
     preemption.agree_on_signal = agree
-    config = tiny.config(
-      model={"name": "cnn", "features": (), "dense": 24},
-      batch_size=24,
-      num_train_steps=_STEPS,
-      precision="float32",
-      log_every_steps=1000,
-      eval_every_steps=1000,
-      checkpoint_every_steps=1000,
-      **_KINDS[kind],
-    )
     code = None
     try:
-      train.train_and_evaluate(config, os.path.join(path, workdir))
+      run(
+        os.path.join(path, workdir),
+        model={"name": "cnn", "features": (), "dense": 24},
+        batch_size=24,
+        optimizer={"name": "adam"},
+        num_train_steps=_STEPS,
+        log_every_steps=1000,
+        eval_every_steps=1000,
+        checkpoint_every_steps=1000,
+        **_KINDS[kind],
+      )
     except SystemExit as e:
       code = e.code
     assert code == (None if stop == "end" else 128 + signal.SIGTERM), code

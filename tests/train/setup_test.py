@@ -143,3 +143,9 @@ def test_model_that_returns_probabilities_warns():
   with pytest.warns(UserWarning, match=r"config\.model .*logits"):
     row = evaluation.evaluate(setup, setup.create_state())
   assert row.keys() == {"eval_loss", "eval_accuracy"}
+
+
+def test_float16_without_a_loss_scale_warns_where_it_is_asked_for():
+  with pytest.warns(UserWarning, match="float16") as warned:
+    create_setup(wrappers=()).create_state()
+  assert [w.filename for w in warned] == [__file__]
