@@ -18,7 +18,6 @@ import pytest
 from safetensors import flax as safetensors_flax
 import tiny
 import tree_equality
-import two_processes
 
 import flaxshard as fs
 from flaxshard import data
@@ -178,41 +177,6 @@ def test_a_config_that_does_not_fit_raises(copy, fields, fact):
   if fields and "task" in fields:
     task = fs.tasks.Classification(num_classes=10)
     assert fs.load(copy, task=task).task.task is task
-
-
-def test_what_is_not_a_workdir_raises(tmp_path):
-  with pytest.raises(ValueError, match=r"not the workdir .*config\.json") as e:
-    fs.load(tmp_path)
-  assert f"workdir={str(tmp_path)!r}" in str(e.value)
-
-
-_LOAD = """
-sys.path[:0] = [sys.argv[4], os.path.dirname(sys.argv[4])]
-import numpy as np
-import flaxshard as fs
-
-rules = ({"name": "fsdp", "min_size": 8},)
-loaded = fs.load(sys.argv[3], "best", rules=rules)
-logits = loaded.predict({"inputs": np.load(sys.argv[5])})
-whole = jax.jit(
-  lambda x: x, out_shardings=loaded.state.step.sharding)(logits)
-print("loaded", loaded.step, len(loaded.strategy.mesh.devices.ravel()))
-np.save(f"{sys.argv[5]}.{rank}.npy", np.asarray(whole.addressable_data(0)))
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_load_a_run_of_one(run, tmp_path):
-  workdir, _ = run
-  here, path = os.path.dirname(__file__), str(tmp_path / "inputs.npy")
-  np.save(path, images())
-  outs = two_processes.run(_LOAD, workdir, here, path, devices=1)
-  loaded = fs.load(workdir, "best")
-  assert all(f"loaded {loaded.step} 2" in out for out, _ in outs), outs
-  expected = loaded.predict({"inputs": images()})
-  for rank in (0, 1):
-    logits = np.load(f"{path}.{rank}.npy")
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
 
 # fs.export

@@ -57,6 +57,11 @@ BEST = {"best_metric": "eval_loss", "eval_every_steps": 3}
 TWICE = {"axes": (("x", 2),), "logical_devices": 2}
 GROUPS = ("cross_shard", {"group_assignment": ((2, 0), (3, 1))})
 EIGHT = {"logical_devices": 8}
+THREE = {"logical_devices": 3}
+AXIS = {"axes": (("x", 8),)}
+COSINE = {"name": "cosine", "warmup_steps": -1}
+RULES = (("kernell", ("replica",)),)
+INPUTS = "config.mesh.split.inputs="
 
 
 def split(mesh, **pieces):
@@ -116,33 +121,21 @@ def split(mesh, **pieces):
     # How batches are split. Of 16 examples, each of two replicas splits 8.
     (split({}, input=(8, 1, 1, 1)), "config.mesh.split.input=(8, 'inputs'"),
     (split(EIGHT, mask=(8,)), "config.mesh.split.mask inputs"),
-    (split({}, inputs=(1, 2, 4, 1)), "config.mesh.split.inputs=(1, 4, (2, 8,"),
-    (split(EIGHT, inputs=(2, 4)), "config.mesh.split.inputs=(2, dimension"),
-    (
-      split({"logical_devices": 3}, inputs=(3, 1, 1, 1)),
-      "config.mesh.split.inputs=(3, divide",
-    ),
-    (
-      split({"axes": (("x", 8),)}, inputs=(1, 2, 4, 1)),
-      "config.mesh.split.inputs=(1, {'x': 8}",
-    ),
+    (split({}, inputs=(1, 2, 4, 1)), f"{INPUTS}(1, 4, (2, 8, 8, 1)"),
+    (split(EIGHT, inputs=(2, 4)), f"{INPUTS}(2, dimension"),
+    (split(THREE, inputs=(3, 1, 1, 1)), f"{INPUTS}(3, divide"),
+    (split(AXIS, inputs=(1, 2, 4, 1)), f"{INPUTS}(1, {{'x': 8}}"),
     # Model, data and optimizer.
     ({"model": {"name": "cnn", "depth": 3}}, "config.model 'depth'"),
     ({"model": {"name": "cnn", "dropout": 1.5}}, "config.model dropout 1.5"),
     ({"model": {"name": f"{_THIS}:WrongLogits"}}, "config.model (16,)"),
     ({"data": {"name": f"{_THIS}:unlabelled"}}, "config.data 'labels'"),
     ({"batch_size": 5000}, "config.batch_size=5000 1437"),
-    (
-      {"schedule": {"name": "cosine", "warmup_steps": -1}},
-      "config.schedule warmup_steps -1",
-    ),
+    ({"schedule": COSINE}, "config.schedule warmup_steps -1"),
     ({"freeze": ("^desne/",)}, "config.freeze[0]='^desne/' 'dense'"),
     ({"learning_rates": (("haed", 2.0),)}, "config.learning_rates[0]='haed'"),
     # An error of a rule names config.mesh.rules, not config.model.
-    (
-      {"mesh": {"rules": (("kernell", ("replica",)),)}},
-      "config.mesh.rules[0] dense/kernel",
-    ),
+    ({"mesh": {"rules": RULES}}, "config.mesh.rules[0] dense/kernel"),
     (
       {"mesh": {"per_replica": True}, "wrappers": (GROUPS,)},
       "config.wrappers: CrossShard group_assignment 8 replicas",
@@ -204,6 +197,7 @@ def create_hooks(*named, argument=()):
   [
     (lambda: fs.config.check([("a", 3)]), "config ConfigDict"),
     (lambda: fs.config.check("digits"), "config 'digits' config.read"),
+    (lambda: fs.load("nowhere"), "workdir='/ nowhere' config.json"),
     # Workers.
     (lambda: find_rank((), 1), "worker_id=1 transport='store'"),
     (lambda: find_rank(STORE, 4, 4), "process_id=4 num_processes=4"),

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny
 from tiny_runs import assert_same_rows
+from tiny_runs import digits
 from tiny_runs import IMAGES
 from tiny_runs import run
 from tiny_runs import TEXT
@@ -59,8 +60,11 @@ def train_small(name, workdir):
 # programs, too.
 _COUNT = """
 import collections, glob, json, re, threading
+import numpy as np
 import orbax.checkpoint as ocp
 import tiny
+from tiny_runs import digits
+import flaxshard as fs
 from flaxshard import train
 from flaxshard.processes import failures
 
@@ -119,6 +123,11 @@ for per_replica in (False, True):
 
 for name in processes_test.CONFIGS:
   processes_test.train_small(name, f"{sys.argv[4]}/{name}")
+
+loaded = fs.load(f"{sys.argv[4]}/images")
+logits = loaded.predict({"inputs": digits().eval.inputs})
+whole = jax.jit(lambda x: x, out_shardings=loaded.state.step.sharding)(logits)
+np.save(f"{sys.argv[4]}/{rank}.npy", whole.addressable_data(0))
 """
 
 
@@ -160,6 +169,15 @@ def test_two_processes_train_the_same_parameters_as_one(
   state = fs.checkpoint.restore(str(workdir), wanted)
   assert_trees_close(state, wanted, rtol=0, atol=1e-6)
   assert_same_rows(tiny.untimed_rows(workdir), wanted_rows, rel=1e-5)
+
+
+def test_two_processes_load_a_run_and_predict(two_process_runs):
+  path = two_process_runs[0]
+  loaded = fs.load(path / "images")
+  expected = loaded.predict({"inputs": digits().eval.inputs})
+  for rank in (0, 1):
+    logits = np.load(path / f"{rank}.npy")
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
 
 # Runs that resume on another number of processes.

@@ -45,7 +45,17 @@ def copy_at_step_2(workdir, copy):
 
 TENSOR_PARALLEL = dict(lm_text_tensor_parallel.get_config().mesh)
 TENSOR_PARALLEL["virtual_devices"] = 0
-FSDP = {"name": "fsdp", "min_size": 64}
+TENSOR_PARALLEL_AND_FSDP = {
+  **TENSOR_PARALLEL,
+  "rules": (*TENSOR_PARALLEL["rules"], {"name": "fsdp", "min_size": 64}),
+  "per_replica": True,
+}
+# Batch and labels are split over the logical devices of each replica.
+SPLIT_BATCH = {
+  "logical_devices": 4,
+  "split": {"inputs": (2, 2, 1, 1), "labels": (4,)},
+  "per_replica": True,
+}
 CROSS_SHARD = (
   ("loss_scale", {"scale": "dynamic"}),
   ("cross_shard", {"group_assignment": ((1, 0),)}),
@@ -53,57 +63,42 @@ CROSS_SHARD = (
 
 
 @pytest.mark.parametrize(
-  ("name", "fields", "mesh", "specs"),
+  ("name", "fields", "specs"),
   [
     (
       "images",
-      IMAGES,
-      {"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}},
+      {"mesh": {"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}}},
       {"conv0": P(), "dense": P()},
     ),
-    # Batch and labels are split over the logical devices of each replica.
     (
       "images",
-      {**IMAGES, "wrappers": CROSS_SHARD},
-      {
-        "logical_devices": 4,
-        "split": {"inputs": (2, 2, 1, 1), "labels": (4,)},
-        "per_replica": True,
-      },
+      {"mesh": SPLIT_BATCH, "wrappers": CROSS_SHARD},
       {"conv0": P(), "dense": P()},
     ),
     (
       "text",
-      TEXT,
-      TENSOR_PARALLEL,
+      {**TEXT, "mesh": TENSOR_PARALLEL},
       {"mlp_in": P(None, "model"), "mlp_out": P("model")},
     ),
     (
       "text",
-      TEXT,
-      {
-        **TENSOR_PARALLEL,
-        "rules": (*TENSOR_PARALLEL["rules"], FSDP),
-        "per_replica": True,
-      },
+      {**TEXT, "mesh": TENSOR_PARALLEL_AND_FSDP},
       {"mlp_in": P("replica", "model"), "mlp_out": P("model", "replica")},
     ),
   ],
 )
 def test_a_run_of_one_device_continues_on_other_meshes(
-  one_device, tmp_path, name, fields, mesh, specs
+  one_device, tmp_path, name, fields, specs
 ):
   workdir, wanted, wanted_rows = one_device[name]
-  copy = copy_at_step_2(workdir, tmp_path / "run")
-  state, rows = run(copy, mesh=mesh, **fields)
+  state, rows = run(copy_at_step_2(workdir, tmp_path / "run"), **fields)
   assert [row["step"] for row in rows] == [2, 4]
   assert_same_rows(rows, wanted_rows)
   assert_trees_close(state.params, wanted.params, atol=1e-3)
   layers = state.params.get("block0", state.params)
   for layer, spec in specs.items():
     sharding = layers[layer]["kernel"].sharding
-    assert sharding.spec == spec
-    assert len(sharding.device_set) == 8
+    assert (sharding.spec, len(sharding.device_set)) == (spec, 8)
   # The slots of the optimizer are sharded like their parameters.
   for x, like in zip(
     jax.tree.leaves(optax.tree.get(state.opt_state, "trace")),
