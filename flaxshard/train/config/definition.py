@@ -8,6 +8,7 @@ they are read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import inspect
 import re
 from typing import Annotated, Any, Literal, TypeGuard
@@ -15,9 +16,87 @@ from typing import Annotated, Any, Literal, TypeGuard
 import pydantic
 from pydantic.fields import FieldInfo
 
+from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import checks
+from flaxshard.core import parameter_groups
+from flaxshard.core import patterns
 from flaxshard.core import policy
+from flaxshard.core import registry
+from flaxshard.partitioning import rules as rules_lib
 from flaxshard.sparse import optimizer as sparse_optimizer
-from flaxshard.train.config import kinds
+
+# Types of fields: pydantic's, with checks of values that other modules read.
+
+
+def _readable(read: Callable[[Any, Any], Any]) -> Any:
+  """Returns the check that `read(field, value)` does not raise."""
+
+  def check(value: Any, info: pydantic.ValidationInfo) -> Any:
+    read(info.field_name, value)
+    return value
+
+  return pydantic.AfterValidator(check)
+
+
+def _where(allowed: str, is_valid: Callable[[Any], bool]) -> Any:
+  """Returns the check that `is_valid(value)` is true."""
+
+  def read(field: str, value: Any) -> None:
+    if not is_valid(value):
+      raise ValueError(f"{field} must be {allowed}, got {value!r}.")
+
+  return _readable(read)
+
+
+def _is_range(steps: tuple[int, ...]) -> bool:
+  return not steps or (len(steps) == 2 and steps[0] <= steps[1])
+
+
+def _have_own_names(axes: tuple[tuple[str, int], ...]) -> bool:
+  # The strategy adds the axis "replica" itself.
+  return len({name for name, _ in axes} - {"replica"}) == len(axes)
+
+
+# Integers are int32 on the devices, and schedules compute in float32, whose
+# largest number is 3.4e38.
+Natural = Annotated[int, pydantic.Field(ge=0, le=checks.INT32_MAX)]
+Count = Annotated[int, pydantic.Field(ge=1, le=checks.INT32_MAX)]
+Positive = Annotated[float, pydantic.Field(gt=0, lt=1e38)]
+NotNegative = Annotated[float, pydantic.Field(ge=0, lt=1e38)]
+Mode = Literal["auto", "max", "min"]
+Replicas = Annotated[
+  int, _where("-1, or at least 1", lambda count: count == -1 or count > 0)
+]
+# Whether there must be a name is checked with what it stands for.
+Named = Annotated[
+  dict[str, Any],
+  pydantic.BeforeValidator(
+    lambda value: {} if value is None else registry.with_name(value)
+  ),
+]
+StepsRange = Annotated[
+  tuple[Count, ...], _where("() or (first step, last step)", _is_range)
+]
+Axes = Annotated[
+  tuple[tuple[str, Count], ...],
+  _where('pairs with different names other than "replica"', _have_own_names),
+]
+Patterns = Annotated[tuple[str, ...], _readable(patterns.check)]
+Pairs = Annotated[tuple[tuple[str, Any], ...], _readable(patterns.check_pairs)]
+LearningRates = Annotated[
+  tuple[tuple[str, float], ...], _readable(parameter_groups.check_factors)
+]
+Rules = Annotated[
+  Any,
+  _readable(lambda field, value: rules_lib.from_config(value, argument=field)),
+]
+Wrappers = Annotated[
+  tuple[Any, ...],
+  _readable(lambda field, value: wrappers_lib.from_config(value, field)),
+]
+
+
+# The fields.
 
 
 class Group(pydantic.BaseModel):
@@ -72,11 +151,11 @@ class InitFrom(Group):
   step: Annotated[int, pydantic.Field(ge=-1)] = -1
   item: str = ""
   subtree: str = ""
-  rename: kinds.Pairs = ()
-  keep: kinds.Patterns = ()
-  ignore: kinds.Patterns = ()
-  transpose: kinds.Pairs = ()
-  reshape: kinds.Patterns = ()
+  rename: Pairs = ()
+  keep: Patterns = ()
+  ignore: Patterns = ()
+  transpose: Pairs = ()
+  reshape: Patterns = ()
   cast: bool = False
 
 
@@ -96,11 +175,11 @@ class Lora(Group):
       experts, each of which has factors of its own: `(("^layers/", 1),)`.
   """
 
-  rank: kinds.Natural = 0
-  alpha: kinds.Positive = 16.0
-  patterns: kinds.Patterns = ("kernel$",)
-  train: kinds.Patterns = ()
-  batch_dims: kinds.Pairs = ()
+  rank: Natural = 0
+  alpha: Positive = 16.0
+  patterns: Patterns = ("kernel$",)
+  train: Patterns = ()
+  batch_dims: Pairs = ()
 
 
 class Mesh(Group):
@@ -124,13 +203,13 @@ class Mesh(Group):
       gets an equal share.
   """
 
-  replica: kinds.Replicas = -1
-  logical_devices: kinds.Count = 1
-  axes: kinds.Axes = ()
-  rules: kinds.Rules = ()
+  replica: Replicas = -1
+  logical_devices: Count = 1
+  axes: Axes = ()
+  rules: Rules = ()
   split: dict[str, tuple[int, ...]] = {}
   per_replica: bool = False
-  virtual_devices: kinds.Natural = 0
+  virtual_devices: Natural = 0
 
 
 class EarlyStopping(Group):
@@ -148,9 +227,9 @@ class EarlyStopping(Group):
   """
 
   metric: str = "none"
-  mode: kinds.Mode = "auto"
-  patience: kinds.Natural = 3
-  min_delta: kinds.NotNegative = 0.0
+  mode: Mode = "auto"
+  patience: Natural = 3
+  min_delta: NotNegative = 0.0
 
 
 class Work(Group):
@@ -170,12 +249,12 @@ class Work(Group):
     seed: Seed of the initialization, the data order and dropout.
   """
 
-  task: kinds.Named = {"name": "classification"}
-  model: kinds.Named = {}
-  data: kinds.Named = {}
-  batch_size: kinds.Count
-  num_train_steps: kinds.Count
-  seed: kinds.Natural = 0
+  task: Named = {"name": "classification"}
+  model: Named = {}
+  data: Named = {}
+  batch_size: Count
+  num_train_steps: Count
+  seed: Natural = 0
 
 
 class Optimization(Group):
@@ -212,16 +291,16 @@ class Optimization(Group):
       {"scale": "dynamic"}),)`; see `flaxshard.wrappers.from_config`.
   """
 
-  learning_rate: kinds.Positive
-  schedule: kinds.Named = {"name": "constant"}
-  optimizer: kinds.Named = {"name": "adamw"}
-  accumulate_steps: kinds.Count = 1
-  freeze: kinds.Patterns = ()
-  learning_rates: kinds.LearningRates = ()
-  sparse: kinds.Patterns = ()
+  learning_rate: Positive
+  schedule: Named = {"name": "constant"}
+  optimizer: Named = {"name": "adamw"}
+  accumulate_steps: Count = 1
+  freeze: Patterns = ()
+  learning_rates: LearningRates = ()
+  sparse: Patterns = ()
   sparse_semantics: sparse_optimizer.Semantics = "lazy"
   precision: policy.Name = "float32"
-  wrappers: kinds.Wrappers = ()
+  wrappers: Wrappers = ()
 
 
 class FineTuning(Group):
@@ -248,10 +327,10 @@ class Metrics(Group):
     profile_steps: `(first, last)` step to trace into `workdir/profile`.
   """
 
-  log_every_steps: kinds.Count = 100
-  eval_every_steps: kinds.Count = 1000
+  log_every_steps: Count = 100
+  eval_every_steps: Count = 1000
   writer: Literal["tensorboard", "none"] = "tensorboard"
-  profile_steps: kinds.StepsRange = ()
+  profile_steps: StepsRange = ()
 
 
 class Checkpoints(Group):
@@ -272,13 +351,13 @@ class Checkpoints(Group):
     keep_best: Number of best checkpoints to keep.
   """
 
-  checkpoint_every_steps: kinds.Count = 1000
-  checkpoint_every_minutes: kinds.NotNegative = 0.0
-  max_to_keep: kinds.Count = 3
-  keep_every_steps: kinds.Natural = 0
+  checkpoint_every_steps: Count = 1000
+  checkpoint_every_minutes: NotNegative = 0.0
+  max_to_keep: Count = 3
+  keep_every_steps: Natural = 0
   best_metric: str = "none"
-  best_mode: kinds.Mode = "auto"
-  keep_best: kinds.Count = 1
+  best_mode: Mode = "auto"
+  keep_best: Count = 1
 
 
 class Run(Group):
@@ -298,7 +377,7 @@ class Run(Group):
   """
 
   early_stopping: EarlyStopping = EarlyStopping()
-  hooks: tuple[kinds.Named, ...] = ()
+  hooks: tuple[Named, ...] = ()
   resume: Literal["auto", "extend"] = "auto"
   on_nonfinite: Literal["stop", "continue"] = "stop"
 
