@@ -1,7 +1,6 @@
 """Small tasks that the tests of tasks train."""
 
 from clu import metrics as clu_metrics
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,11 @@ import tiny
 from flaxshard import data
 from flaxshard import tasks
 
-
-@flax.struct.dataclass
-class Metrics(clu_metrics.Collection):
-  loss: clu_metrics.Average.from_output("loss")
-  distance: clu_metrics.Average.from_output("distance")
+average = clu_metrics.Average.from_output
+Loss = clu_metrics.Collection.create(loss=average("loss"))
+Metrics = clu_metrics.Collection.create(
+  loss=average("loss"), distance=average("distance")
+)
 
 
 class Noisy(nn.Module):
@@ -95,11 +94,6 @@ class Streamed(Regression):
   def load_data(self):
     examples = make_examples(self._size)
     return data.Splits(Forever(examples[10:]), examples[:10])
-
-
-@flax.struct.dataclass
-class Loss(clu_metrics.Collection):
-  loss: clu_metrics.Average.from_output("loss")
 
 
 class Rollouts:
