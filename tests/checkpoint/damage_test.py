@@ -319,7 +319,11 @@ def test_transient_errors_are_raised(tmp_path, error, monkeypatch):
 
 @pytest.mark.parametrize(
   ("read", "deleted"),
-  [(restore_by_checkpointer, "."), (restore, "default/_METADATA")],
+  [
+    (restore_by_checkpointer, "."),
+    (restore, "default/_METADATA"),
+    (restore, "default/d"),  # an error of Orbax
+  ],
 )
 def test_step_deleted_while_it_is_read_gives_way_to_a_newer_one(
   tmp_path, read, deleted, monkeypatch
