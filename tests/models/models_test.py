@@ -221,7 +221,7 @@ CNN = {"name": "cnn"}
     (lambda: text(max_length=11), ValueError, "11.*got 12"),
     (lambda: text(num_heads=3), ValueError, "=3.*embed_dim=16"),
     (lambda: text(dropout="x"), TypeError, "dropout"),
-    # core/registry_test.py has the other mistakes.
+    # core/mistakes_test.py has the other mistakes.
     (lambda: create_named("resnt"), ValueError, "config.model.name.*'resnet'"),
     # Those that `create` sets are not listed.
     (lambda: create_named("cnn", densee=1), ValueError, "features, dense, d"),
