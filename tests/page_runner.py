@@ -7,7 +7,7 @@ tests run.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import functools
 import io
@@ -203,9 +203,7 @@ def _run_python(page: Page, line: int, text: str, names: dict) -> None:
   exec(compile(source, str(page.path), "exec", dont_inherit=True), names)
 
 
-def _outputs_of(
-  call: Callable[[], None], place: str, caught: list[Any], may_fail: bool
-) -> list[str]:
+def _outputs_of(call, place, caught, may_fail) -> list[str]:
   """Runs a block and returns what may be said of its output.
 
   Args:
@@ -254,9 +252,7 @@ def _compare(page: Page, expected: Block, candidates: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _isolated(
-  module: types.ModuleType, folder: pathlib.Path
-) -> Iterator[list[Any]]:
+def _isolated(module, folder) -> Iterator[list[warnings.WarningMessage]]:
   """Restores what a page may change; yields the warnings that it gives."""
   config, modules = dict(jax.config.values), set(sys.modules)
   update = jax.config.update
@@ -294,9 +290,7 @@ def _isolated(
           del sys.modules[name]
 
 
-def _run_commands(
-  text: str, above: list[str], runs: collections.Counter[str], may_fail: bool
-) -> None:
+def _run_commands(text, above, runs, may_fail) -> None:
   """Runs the commands of a block in process, in the current folder.
 
   Args:

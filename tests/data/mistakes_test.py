@@ -107,7 +107,6 @@ HERE = str(pathlib.Path(__file__).parent)
   [
     # Sources.
     (lambda: data.Windows(BYTES, 4)[2], IndexError, "no window 2 of 2"),
-    (lambda: data.Windows(BYTES, 4)[-3], IndexError, "no window -3 of 2"),
     (lambda: data.Windows(BYTES, 0), ValueError, "Windows: length .* 0"),
     (lambda: data.Windows(TOKENS + 2**32, 4)[1], ValueError, "tokens .* int64"),
     (lambda: data.Windows(BYTES * 0.5, 4)[1], ValueError, "tokens .* float64"),
@@ -115,7 +114,6 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: data.Arrays(a=BYTES, b=[1, 2]), ValueError, "'a': 9, 'b': 2"),
     (lambda: data.text("missing"), ValueError, "path.*missing"),
     (lambda: data.text(HERE, length=10**9), ValueError, "'.py'.*train.*10*1"),
-    (lambda: data.text(HERE, eval_every=99), ValueError, "eval.*0 bytes"),
     (lambda: data.text(length=0), ValueError, "length.*1.*got 0"),
     (lambda: data.text(eval_every="2"), ValueError, "eval_every.*got '2'"),
     # Splits of a factory.
@@ -160,7 +158,6 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: iter(dataset(3)), TypeError, "iterable"),
     (lambda: iter(dataset([])).get_state(), TypeError, "list_iterator"),
     (lambda: distributed(rows(8), rows(9)), ValueError, "9 .*8.*batch_size"),
-    (lambda: distributed(rows(9), batch_size=4), ValueError, "9 .*4.*batch_"),
     (lambda: distributed(rows(0)), ValueError, "no examples.*batch_size"),
     # Batches that differ from the first one.
     (lambda: distributed(FLOATS, WIDER), ValueError, r"x:.*3\).* 2\)"),

@@ -60,14 +60,12 @@ _MODULES = _MODULES - {"__main__", "examples"} | {"config", "optimizers"}
 
 
 def _public_names(module):
-  if hasattr(module, "__all__"):
-    return module.__all__
-  return [
+  own = [
     name
     for name, value in vars(module).items()
     if getattr(value, "__module__", None) == module.__name__
-    and not name.startswith("_")
   ]
+  return getattr(module, "__all__", [x for x in own if x[0] != "_"])
 
 
 def test_public_names_have_one_entry():
