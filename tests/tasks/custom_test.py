@@ -24,12 +24,10 @@ from flaxshard import tasks
 from flaxshard import train
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
-from flaxshard.state import replica_groups
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import evaluation
-from flaxshard.train import rollouts
 from flaxshard.train.evaluation import check_numbers
 
 _THIS = "custom_tasks"
@@ -208,27 +206,23 @@ ZEROS = {"inputs": np.zeros((8, 2)), "target": np.zeros(8)}
     ([], "after 0 steps.* None"),
   ],
 )
-def test_invalid_rollouts_raise(batches, facts, monkeypatch):
-  # May be a collective: once a batch, however often the state is asked for.
-  broadcast = []
-  monkeypatch.setattr(replica_groups, "of_first_replica", broadcast.append)
-
+def test_invalid_rollouts_raise(batches, facts, tmp_path):
   class Task(small_tasks.Rollouts):
+    def example(self):
+      target = jax.ShapeDtypeStruct((), np.int32)
+      return {**super().example(), "target": target}
+
     def train_batches(self, stream):
-      stream.state(), stream.state()
+      # It may be a collective: once a batch, however often it is asked for.
+      assert stream.state() is stream.state()
+      self.stream = stream
       return batches
 
-  sharding = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
-  batch = {
-    "inputs": jax.ShapeDtypeStruct((8, 2), np.float32, sharding=sharding),
-    "target": jax.ShapeDtypeStruct((8,), np.int32, sharding=sharding),
-  }
-  made = rollouts.Rollouts(tasks.adapt(Task()), seed=0, batch=batch)
+  task = Task()
   with pytest.raises(ValueError, match=f"Task.train_batches.*{facts}"):
-    made.next_batch("the state")
-  assert broadcast == ["the state"]
+    train.train_and_evaluate(config(), str(tmp_path), task)
   with pytest.raises(RuntimeError, match="state"):
-    made.state()
+    task.stream.state()
 
 
 # Mistakes are errors that name the task, before anything is compiled.
