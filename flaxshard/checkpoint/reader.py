@@ -147,7 +147,7 @@ def open_unverified(
     return _msgpack_leaves(where)
   there = step_files.trees_in(where)
   names = step_files.PLAIN if plain_item is None else (plain_item,)
-  plain = next(filter(None, map(there.get, names)), None)
+  plain = next((there[name] for name in names if name in there), None)
   if plain_item is None and step_files.is_tree(where):
     plain = where
   if plain is None:

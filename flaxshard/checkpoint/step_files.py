@@ -14,7 +14,6 @@ from __future__ import annotations
 from concurrent import futures
 import json
 import logging
-import operator
 import re
 from typing import Any
 import zlib
@@ -271,4 +270,4 @@ def verify(
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     list(pool.map(compare, sorted(digests)[part::parts]))
   # All processes must agree, so this does not depend on the part.
-  return None not in map(operator.itemgetter(1), digests.values())
+  return all(crc is not None for _, crc in digests.values())

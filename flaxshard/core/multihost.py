@@ -189,6 +189,8 @@ def check_agreement(facts: Mapping[str, Any], hint: str = "") -> None:
   Example:
     >>> check_agreement({"seed": 0})
   """
+  if process_count() == 1:
+    return
   name = f"process {process_index()} (host {socket.gethostname()}, "
   texts = exchange(json.dumps([f"{name}pid {os.getpid()})", facts]))
   # As JSON, which has lists for tuples.
