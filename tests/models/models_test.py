@@ -216,6 +216,7 @@ CNN = {"name": "cnn"}
     (lambda: shapes_of("cnn", IMAGES[0]), ValueError, r"inputs.*\(16, 16, 3\)"),
     (lambda: shapes_of("cnn", IMAGES[:, :3]), ValueError, r"4x4.*\(2, 3, 16"),
     (lambda: shapes_of("cnn", IMAGES, dense="8"), TypeError, "'8'"),
+    (lambda: shapes_of("cnn", IMAGES, dropout=1.5), ValueError, "dropout.*1.5"),
     (lambda: shapes_of("resnet", IMAGES[0]), ValueError, "inputs"),
     (lambda: text(TOKENS[0]), ValueError, r"inputs.*\(12,\)"),
     (lambda: text(max_length=11), ValueError, "11.*got 12"),
