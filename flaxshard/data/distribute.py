@@ -202,7 +202,9 @@ class DistributedDataset:
   def __iter__(self) -> DistributedIterator:
     """Returns an iterator over one epoch."""
     if self._single_iterator is not None:
-      if self._single_iterator.has_ended:
+      # One with a position can be set back, as the iterators of Grain.
+      has_position = hasattr(self._iterable, "set_state")
+      if self._single_iterator.has_ended and not has_position:
         checks.warn(
           "distribute_dataset: all batches have been read: a generator, as any "
           "iterator, has one epoch. Pass a list, or an object with __iter__."

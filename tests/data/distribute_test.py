@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 import traceback
+import warnings
 
 import compilations
 import grain
@@ -112,6 +113,16 @@ def test_a_generator_has_one_epoch_whose_iterators_are_one(prefetch):
   assert first + real_examples(dataset) == list(range(24))
   with pytest.warns(UserWarning, match="generator"):
     assert list(dataset) == []
+
+
+def test_a_grain_iterator_may_be_set_back_from_its_end():
+  source = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8)
+  dataset = distributed(iter(source.to_iter_dataset()))
+  start = iter(dataset).get_state()
+  for _ in range(2):
+    with warnings.catch_warnings(action="error"):
+      assert real_examples(dataset) == list(range(24))
+      iter(dataset).set_state(start)
 
 
 # Reading ahead.
