@@ -59,7 +59,7 @@ ELSEWHERE = {
   },
   "python": {
     r"fs\.ray\.fit\(": "tests/ray_test.py",
-    r"^import tensorflow as tf\n": "tests/docs/site_test.py",
+    r"^import tensorflow as tf\n": "none: needs TensorFlow; it ran with 2.21",
   },
 }
 # Where the examples write. A run of the tests writes in its own folder.

@@ -1,16 +1,12 @@
 """Mistakes in arguments of all kinds: the message names what is allowed."""
 
-import math
-
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 import tiny
 
 import flaxshard as fs
 from flaxshard import train
-from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import registry
 
@@ -73,22 +69,9 @@ def apply_rows(rows):
 
 
 MISTAKES = [
-  # Numbers and choices. One `except ValueError` handles wrong types, too.
-  (lambda: checks.integer("n", True), ValueError, "n integer True"),
-  (lambda: checks.integer("n", 1.0), TypeError, "n integer 1.0"),
-  (lambda: checks.integer("n", 0, minimum=1), ValueError, "n 1 0"),
-  (lambda: checks.integer("n", 2**31), ValueError, "n 2147483647"),
-  (lambda: checks.number("x", True), TypeError, "x number True"),
-  (lambda: checks.number("x", 2, below=1), ValueError, "below 1 2."),
-  (lambda: checks.number("x", math.nan), ValueError, "x finite nan"),
-  (lambda: checks.number("x", 10**400), ValueError, "x finite"),
-  (lambda: checks.one_of("b", 1, (True, False)), TypeError, "b 1"),
-  (lambda: checks.one_of("o", "men", ("mean",)), ValueError, "'mean'?"),
-  (lambda: checks.one_of("o", np.ones(2), ("sum",)), TypeError, "'sum'"),
   # Names, and arguments of what they name.
   (lambda: lookup("no_such_module:f"), ValueError, "x 'no_such_module'"),
   (lambda: lookup("math:sqr"), ValueError, "x 'math' 'sqr' mean 'sqrt'"),
-  (lambda: lookup("math:"), ValueError, "x 'math'"),
   (lambda: call("power"), TypeError, "config.f 'power'"),
   (lambda: call({"exponent": 3}), ValueError, "config.f 'name'"),
   (lambda: call({"name": "power", "base": 1}), ValueError, "'base'"),
@@ -116,7 +99,6 @@ MISTAKES = [
   (lambda: fs.scale_learning_rates(FROZEN, [("w", 2)]), ValueError, "freeze l"),
   # Rows.
   (lambda: slices([0.5], (1, 2)), TypeError, "integers, got float"),
-  (lambda: slices([True], (1, 2)), TypeError, "integers, got bool"),
   (lambda: slices([[0]], (1, 2)), ValueError, "[1, 1] [1, 2]"),
   (lambda: slices([0, 1], (1, 2)), ValueError, "[2] [1, 2]"),
   (lambda: slices([0], (1, 3)), ValueError, "(3, 2) [1, 3]"),

@@ -1,7 +1,5 @@
 """The example configs reach the results that their docstrings state."""
 
-import types
-
 import jax
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ from tree_equality import assert_trees_equal
 
 from flaxshard import train
 from flaxshard.examples import ddpm
-from flaxshard.examples import ppo
 from flaxshard.examples import recsys
 from flaxshard.examples import regression
 from flaxshard.train.config import files
@@ -128,66 +125,9 @@ def test_an_example_resumes_to_the_same_bits_in_float16(name, tmp_path):
   assert_trees_equal(*map(jax.tree.leaves, (state, resumed)))
 
 
-def test_ppo_refuses_a_batch_size_that_does_not_divide_a_rollout():
-  stream = types.SimpleNamespace(batch_size=5)
-  with pytest.raises(ValueError, match=r"batch_size=5 .* = 4096"):
-    next(ppo.Task().train_batches(stream))
-
-
-@pytest.mark.slow
-def test_carts_fall_over_without_a_policy():
-  state = ppo.reset(jax.random.key(0), 16)
-  ends = np.full(16, 0)
-  for i in range(1, 101):
-    # Always to the right.
-    state, done = ppo.step(state, np.ones(16, int))
-    ends = np.where((ends == 0) & np.asarray(done), i, ends)
-  # As in Gymnasium's CartPole-v1: 8 to 11 steps.
-  assert ends.min() >= 7
-  assert ends.max() <= 12
-
-
 def test_coverage_of_points():
   reference = np.array([[0.0], [1.0], [2.0], [10.0]])
   # The reach with k=1 is 1, 1, 1 and 8.
   assert ddpm.covered(np.array([[-1.0], [-1.5]]), reference, k=1) == 0.5
   assert ddpm.covered(reference, reference, k=1) == 1.0
   assert ddpm.covered(np.array([[30.0]]), reference, k=1) == 0.0
-
-
-def test_r2_over_batches():
-  batch = {
-    "target": np.array([1.0, 2.0, 3.0, 4.0]),
-    "error": np.array([0.5, 0.5, -0.5, 9.0]),
-    "mask": np.array([True, True, True, False]),
-  }
-  total = regression.R2.empty()
-  for rows in (slice(0, 2), slice(2, 4)):
-    part = {name: x[rows] for name, x in batch.items()}
-    total = total.merge(regression.R2.from_model_output(**part))
-  # The mean of 1, 2, 3 has squared errors of 2/3.
-  assert total.compute() == pytest.approx(1 - 0.25 / (2 / 3), rel=1e-5)
-
-
-def test_choices_have_the_probabilities_of_the_world():
-  world = recsys.World(num_users=2, num_items=6, num_genres=3, seed=0)
-  choices = world.choices(20_000)
-  np.testing.assert_array_equal(choices, world.choices(20_000))
-  assert choices.shape == (2, 20_000)
-  counts = np.stack([np.bincount(x, minlength=6) for x in choices])
-  wanted = np.exp(world.log_probabilities(np.arange(2)))
-  np.testing.assert_allclose(wanted.sum(axis=1), 1, rtol=1e-5)
-  # Four standard deviations of a count.
-  np.testing.assert_allclose(counts / 20_000, wanted, atol=0.015)
-  other = recsys.World(num_users=2, num_items=6, num_genres=3, seed=1)
-  assert (choices != other.choices(20_000)).any()
-
-
-def test_rank_of_the_held_out_choice():
-  scores = np.array([[5.0, 4.0, 3.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
-  # Items 0 and 1 were chosen before; item 2 and then item 0 is held out.
-  batch = {"choices": np.array([[0, 1, 2], [1, 1, 0]])}
-  ranks = recsys.ranks_of(scores, batch)
-  np.testing.assert_array_equal(ranks, [0, 2])
-  recalls = recsys.recall(np.array([0, 9, 10, 99]))
-  assert recalls == {"recall_at_10": 0.5, "recall_at_100": 1.0}

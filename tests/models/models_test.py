@@ -89,22 +89,13 @@ def test_resnet_updates_batch_statistics_in_training_only():
   jax.eval_shape(model.apply, variables, inputs)
 
 
-def test_numbers_of_parameters():
+def test_resnet_50_has_the_published_number_of_parameters():
   images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
   variables = abstract(models.ResNet(num_classes=1000), images)
   # As published, for ResNet-50.
   assert count(variables["params"]) == 25_557_032
   # Mean and variance for each of the 26,560 normalized channels.
   assert count(variables["batch_stats"]) == 2 * 26_560
-  cnn, images, _ = create("cnn")
-  convolutions = (3 * 9 * 4 + 4) + (4 * 9 * 8 + 8)
-  dense = (4 * 4 * 8 * 16 + 16) + (16 * 10 + 10)
-  assert count(abstract(cnn, images)) == convolutions + dense
-  transformer, tokens, _ = create("transformer", num_layers=2)
-  attention, mlp = 4 * (16 * 16 + 16), (16 * 32 + 32) + (32 * 16 + 16)
-  tables = (50 + 16 + 50) * 16  # embeddings, positions, head
-  blocks = 2 * (attention + mlp + 2 * 2 * 16)
-  assert count(abstract(transformer, tokens)) == blocks + tables + 2 * 16
 
 
 @pytest.mark.slow
@@ -217,11 +208,9 @@ CNN = {"name": "cnn"}
     (lambda: shapes_of("cnn", IMAGES[:, :3]), ValueError, r"4x4.*\(2, 3, 16"),
     (lambda: shapes_of("cnn", IMAGES, dense="8"), TypeError, "'8'"),
     (lambda: shapes_of("cnn", IMAGES, dropout=1.5), ValueError, "dropout.*1.5"),
-    (lambda: shapes_of("resnet", IMAGES[0]), ValueError, "inputs"),
     (lambda: text(TOKENS[0]), ValueError, r"inputs.*\(12,\)"),
     (lambda: text(max_length=11), ValueError, "11.*got 12"),
     (lambda: text(num_heads=3), ValueError, "=3.*embed_dim=16"),
-    (lambda: text(dropout="x"), TypeError, "dropout"),
     # core/mistakes_test.py has the other mistakes.
     (lambda: create_named("resnt"), ValueError, "config.model.name.*'resnet'"),
     # Those that `create` sets are not listed.

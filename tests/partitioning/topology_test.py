@@ -207,19 +207,6 @@ def test_slices_are_filled_one_after_another():
   assert part[2:4].tolist() == [[0, 1, 0, 0], [1, 1, 0, 0]]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_replica_is_within_one_slice(seed):
-  rng = np.random.default_rng(seed)
-  x, y, depth, cores = rng.integers(1, 4, 4)
-  shape = [rng.integers(1, n + 1) for n in (x, y, depth, cores)]
-  room = 3 * np.prod([x, y, depth, cores] // np.array(shape))
-  topology = fs.Topology((x, y, 3 * depth, cores), num_slices=3)
-  assignment = build(topology, shape, num_replicas=room)
-  slices = assignment.core_assignment[..., 2] // depth
-  assert (slices == slices[:, :1]).all()
-  assert (np.diff(slices[:, 0]) >= 0).all()
-
-
 # -- Mistakes.
 
 PAIR = (1, 1, 2, 1)

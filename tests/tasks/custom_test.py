@@ -398,32 +398,6 @@ def test_a_task_with_its_own_data_keeps_its_default_number_of_classes():
   assert setup.task.task.num_classes == 3
 
 
-class Moded(nn.Module):
-  @nn.compact
-  def __call__(self, x, train):
-    # A bool, not a tracer: only then may it choose what is computed.
-    return nn.Dense(2 if train in (True, False) else 0)(x)
-
-
-class ByPosition(Task):
-  """Flax passes static arguments by position only."""
-
-  def create_model(self):
-    jitted = nn.jit(Moded, static_argnums=(2,))
-    return nn.remat(jitted, static_argnums=(2,))()
-
-  def init_inputs(self, batch):
-    return batch["inputs"], False
-
-  def loss(self, apply_fn, params, batch, rngs, train):
-    call = lambda params, x: apply_fn(params, x, train)
-    return super().loss(call, params, batch, rngs, train)
-
-
-def test_the_mode_may_be_passed_by_position():
-  create_setup(ByPosition())
-
-
 @pytest.mark.slow
 def test_language_modeling_weights_tokens():
   task = tasks.adapt(tasks.LanguageModeling(num_classes=4))

@@ -162,20 +162,6 @@ def test_abstract_batches():
   assert stacked.sharding.shard_shape((5, 8)) == (5, 2)
 
 
-def test_one_input_pipeline_stands_for_all():
-  # None of these devices has the process index of this process, 0.
-  strategy = fs.Strategy(devices=fs.Topology.named("v5e:2x4").devices[1])
-  contexts = []
-
-  def create_dataset(context):
-    contexts.append((context.num_input_pipelines, context.input_pipeline_id))
-    return [{"x": Shape((8, 2), jnp.float32)}]
-
-  dataset = strategy.distribute_datasets_from_function(create_dataset)
-  assert next(iter(dataset))["x"].shape == (8, 2)
-  assert contexts == [(1, 0)]
-
-
 # -- Mistakes.
 
 
@@ -215,10 +201,3 @@ FOUR = fs.PerReplica(np.ones((4, 1)))
 def test_what_would_run_raises(call, words):
   with pytest.raises(ValueError, match=f"{words}.*TPU v5 lite.*compiling"):
     call(strategy_of())
-
-
-def test_restore_raises(tmp_path):
-  with fs.Checkpointer(tmp_path / "checkpoints") as checkpointer:
-    checkpointer.save(1, create(ON_CPU))
-    with pytest.raises(ValueError, match=r"restore.*TPU v5 lite"):
-      checkpointer.restore(create(strategy_of()))

@@ -45,37 +45,6 @@ def test_a_checked_config_is_a_locked_copy_with_the_defaults():
   assert config.model.name == "cnn" and not config.is_locked
 
 
-@pytest.mark.parametrize(
-  "fields",
-  [
-    {
-      "schedule": {"name": "cosine", "warmup_steps": 2},
-      "profile_steps": (3, 3),
-      "checkpoint_every_minutes": 0.5,
-      "best_metric": "eval_loss",
-      "keep_best": 2,
-      # A name of a package is not imported.
-      "hooks": ({"name": "no_such_package:hook"},),
-    },
-    {
-      "task": {"name": "no_such_package:Task"},
-      "model": {"size": 3},
-      "data": {},
-    },
-    {"wrappers": ("agn",), "mesh": {"replica": 1}},
-    {"wrappers": (("agn", {"transport": "store"}),)},
-    {"mesh": {"axes": (("x", 2), ("y", 1)), "rules": "fsdp"}},
-    {"mesh": {"rules": (("kernel$", (None, "replica")), ("bias", None))}},
-    {"mesh": {"rules": {"name": "fsdp", "min_size": 64}}},
-  ],
-)
-def test_given_values_are_kept(fields):
-  checked = fs.config.check(ml_collections.ConfigDict({**REQUIRED, **fields}))
-  for name, value in fields.items():
-    kept = checked.to_dict()[name]
-    assert kept == value or {key: kept[key] for key in value} == value
-
-
 def test_lists_and_numpy_numbers_are_plain_values():
   fields = {"batch_size": np.int64(16), "learning_rate": np.float32(0.5)}
   fields["model"] = {"name": "cnn", "policy": fs.Policy("mixed_float16")}
