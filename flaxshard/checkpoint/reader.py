@@ -13,8 +13,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Hashable, Mapping
 import dataclasses
-import functools
-import operator
 from typing import Any, TypeVar
 
 from flax import serialization
@@ -103,8 +101,9 @@ def _place(where: Any, leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
       raise ValueError(f"{where}: {name}: {number} is not exact in {x.dtype}.")
   if not isinstance(x, jax.Array):
     # Each device gets only its part.
-    read_part: Any = functools.partial(operator.getitem, x)
-    x = jax.make_array_from_callback(leaf.shape, asked.sharding, read_part)
+    x = jax.make_array_from_callback(
+      leaf.shape, asked.sharding, lambda index: x[index]
+    )
   # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG key
   # is known only once it is read.
   if difference := trees.difference_by_path({path: x}, {path: asked}):
@@ -210,7 +209,7 @@ def _orbax_leaves(directory: Any, *at: str) -> dict[Path, SavedLeaf]:
     # Each leaf is in memory twice while it is read: as it was read, and as it
     # is placed. So the bytes in flight are limited to those of the largest one;
     # Orbax wants more than the largest request.
-    largest = max(map(_bytes_to_read, map(metadata.get, wanted)))
+    largest = max(_bytes_to_read(metadata[key]) for key in wanted)
     handler = ocp.PyTreeCheckpointHandler(
       handler_impl=ocp.BasePyTreeCheckpointHandler(
         restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1

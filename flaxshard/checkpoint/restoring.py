@@ -368,10 +368,10 @@ class _Plan:
 
   def _unflatten(self, leaves: Leaves) -> TrainState:
     """Returns the state; what is not made yet stays abstract."""
-    state: TrainState = jax.tree.unflatten(
-      jax.tree.structure(self._template), {**self._wanted, **leaves}.values()
+    return jax.tree.unflatten(
+      jax.tree.structure(self._template),
+      [leaves.get(path, x) for path, x in self._wanted.items()],
     )
-    return state
 
 
 def _template(state: TrainState) -> TrainState:

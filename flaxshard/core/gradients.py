@@ -251,12 +251,14 @@ def _values(grads: PyTree) -> Iterator[tuple[trees.Path, jax.Array]]:
 def _is_finite(x: jax.Array) -> jax.Array:
   """Returns whether all elements of an array are finite."""
   is_large = x.ndim >= 2 and x.size >= _LARGE and x.dtype == np.float32
-  test = lambda x: jnp.all(jnp.isfinite(x))
+  by_test = lambda x: jnp.all(jnp.isfinite(x))
   if not is_large or not isinstance(x, jax.core.Tracer):
-    return test(x)
+    return by_test(x)
   # XLA's CPU backend compiles the reduction to one slow pass. A matrix-vector
   # product runs at memory bandwidth.
-  return jax.lax.platform_dependent(x, cpu=_is_finite_by_product, default=test)
+  return jax.lax.platform_dependent(
+    x, cpu=_is_finite_by_product, default=by_test
+  )
 
 
 def _is_finite_by_product(x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ A slot is an array that belongs to one parameter, such as Adam's first moment.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import functools
 import inspect
 from typing import Any
 
@@ -47,7 +48,14 @@ def init(tx: Any, params: PyTree) -> PyTree:
   if not any(map(is_monitor, jax.tree.leaves(state, is_leaf=is_monitor))):
     return state
   first = trees.leaves_by_path(state)
-  _, later = jax.eval_shape(tx.update, params, state, params)
+  loss = lambda *_: jnp.zeros(())
+  # What optax documents as extra arguments, of which it may need some.
+  update = functools.partial(
+    optax.with_extra_args_support(tx).update, value=loss(), value_fn=loss
+  )
+  _, later = jax.eval_shape(
+    lambda grads, state: update(grads, state, grads, grad=grads), params, state
+  )
   return jax.tree_util.tree_map_with_path(
     lambda path, x: first.get(
       trees.path_strings(path), jnp.zeros(x.shape, x.dtype)

@@ -228,7 +228,8 @@ def conform(
     TypeError: A leaf of `given` is not an array, or the row numbers of an
       `IndexedSlices` are not integers.
   """
-  # Most trees have the containers of `wanted`, and arrays alone.
+  # Most trees have the containers of `wanted`, and arrays alone. This is
+  # quicker than what follows, at each eager step.
   is_none = (lambda x: x is None) if of_gradients else None
   found, structure = jax.tree.flatten(given, is_leaf=is_none)
   wanted_structure: Any = jax.tree.structure(wanted)

@@ -206,8 +206,9 @@ class DistributedDataset:
       has_position = hasattr(self._iterable, "set_state")
       if self._single_iterator.has_ended and not has_position:
         checks.warn(
-          "distribute_dataset: all batches have been read: a generator, as any "
-          "iterator, has one epoch. Pass a list, or an object with __iter__."
+          "distribute_dataset: the iterator over this generator has ended, or "
+          "was closed, and there is one. Pass a list, or an object whose "
+          "__iter__ begins again."
         )
       return self._single_iterator
     source = iter(self._iterable)

@@ -39,7 +39,8 @@ class DistributedIterator:
   attribute `position_is_global` that is True.
 
   Attributes:
-    has_ended: Whether there are no further batches.
+    has_ended: Whether the last batch was returned and asked after, or the
+      iterator was closed.
 
   Example:
     >>> import grain, numpy as np

@@ -364,7 +364,7 @@ def test_value_is_averaged_over_replicas(wrapper):
 @pytest.mark.parametrize("wrappers", [(), DYNAMIC, (AGN,)])
 def test_a_state_that_grows_at_the_first_update(wrappers):
   norm = optax.tree.norm
-  tx = optax.chain(optax.monitor({"norm": norm}), optax.sgd(0.25))
+  tx = optax.chain(optax.monitor({"norm": norm}), PLATEAU)
   state, step = create(wrappers, tx, PARAMS), jax.jit(minimize)
   structure = jax.tree.structure(state)
   for _ in range(2):
