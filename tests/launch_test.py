@@ -193,12 +193,12 @@ def cloud_tpu(tmp_path):
   """Returns a function that runs the script with a `gcloud` of the test.
 
   It returns the result, and the arguments of each call of `gcloud`. That has
-  three states: not found until `create`, provisioning once, and `STATE`.
+  three states: not found until `create`, provisioning once, and active.
   """
   calls = tmp_path / "calls"
   calls.touch()
   program = f"""
-import json, os, pathlib, sys
+import json, pathlib, sys
 calls = pathlib.Path({str(calls)!r})
 before = calls.read_text()
 calls.write_text(before + json.dumps(sys.argv[1:]) + "\\n")
@@ -206,14 +206,14 @@ if sys.argv[4] == "describe":
   if '"create"' not in before:
     sys.exit("NOT_FOUND")
   is_new = '"create"' in before.splitlines()[-1]
-  print("PROVISIONING" if is_new else os.environ["STATE"])
+  print("PROVISIONING" if is_new else "ACTIVE")
 """
   _write_program(tmp_path / "bin" / "gcloud", program, sys.executable)
   variables = {"POLL_SECONDS": "0", "TMPDIR": str(tmp_path)}
 
-  def run(*arguments, state="ACTIVE"):
+  def run(*arguments):
     command = [_LAUNCH / "cloud_tpu.sh", *arguments]
-    result = _run(command, tmp_path / "bin", _ROOT, STATE=state, **variables)
+    result = _run(command, tmp_path / "bin", _ROOT, **variables)
     return result, [json.loads(x) for x in calls.read_text().splitlines()]
 
   return run
@@ -262,16 +262,6 @@ def test_cloud_tpu_requests_waits_copies_and_trains(cloud_tpu, tmp_path):
   without_polls = [*calls[1:3], *calls[4:]]
   words = [word for call in without_polls for word in call]
   assert printed.split("\0")[:-1] == words
-
-
-def test_cloud_tpu_names_the_nodes_of_slices_and_ends_at_a_failure(cloud_tpu):
-  more = ["--slices=2", "--project=mine", "--", *_TRAINING]
-  result, calls = cloud_tpu(*_REQUEST, *more, state="FAILED")
-  assert {"--node-count=2", "--node-prefix=digits"} <= set(calls[1])
-  assert all("--project=mine" in call for call in calls)
-  assert result.returncode == 2
-  assert "digits is FAILED" in result.stderr
-  assert calls[-1][3] == "describe"
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,9 @@ FACTS = {"config": {"seed": 1, "name": "a"}}
 # What differs from the first worker: arguments of AGN, the state, other facts.
 DIFFERENT = [
   ({"period": 3}, {}, FACTS, "AGN.communication_period is 3 here, and 2 in"),
+  ({"commit": "sum"}, {}, FACTS, "AGN.commit is 'sum' here, and 'mean'"),
   ({"delay": 1}, {}, FACTS, r"AGN.transport.delay is 1 here, and 0"),
+  ({"commit_dtype": "int8"}, {}, FACTS, "commit_dtype is 'int8' here, and No"),
   ({"outer_tx": None}, {}, FACTS, "AGN.outer_tx is False here, and True"),
   ({"outer_tx": optax.adam(0.2)}, {}, FACTS, r"an update by\.outer_tx is"),
   ({}, {"tx": optax.sgd(0.99)}, FACTS, r"an update by\.tx is"),

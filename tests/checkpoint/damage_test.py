@@ -291,6 +291,8 @@ def restore(path):
   [
     jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
     ValueError("NOT_FOUND: Error opening file [too many open files]"),
+    OSError(24, "Too many open files"),
+    MemoryError(),
   ],
   ids=lambda e: type(e).__name__,
 )

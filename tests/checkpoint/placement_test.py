@@ -115,6 +115,14 @@ def test_restores_on_another_mesh_and_back(saved, shape, wrappers, tmp_path):
   again = fs.checkpoint.restore(tmp_path, states.abstract(state))
   states.assert_lies_like(again, state)
   assert_trees_equal(plain_of(again), plain_of(state))
+  if wrappers:
+    # AGN's state too, of another number of replicas.
+    other = create(4, 2, wrappers)
+    moved = fs.checkpoint.restore(tmp_path, states.abstract(other))
+    states.assert_lies_like(moved, other)
+    local = moved.wrapper_states["agn"].local_params["tensor"]
+    assert local.sharding.spec == P("replica", None, "model")
+    np.testing.assert_array_equal(local, np.stack([state.params["tensor"]] * 4))
 
 
 def test_unplaced_leaves_are_restored_on_the_mesh_of_the_others(tmp_path):

@@ -320,6 +320,12 @@ def test_dynamic_scale_becomes_loss_scale(write, scale, tmp_path, caplog):
   taken, left = states.messages(caplog, logging.INFO)
   assert "'dynamic_scale' becomes the state of wrapper 'loss_scale'" in taken
   assert "'dynamic_scale': left alone" in left
+  # Without float16 the field of those examples is None.
+  write(tmp_path / "none", plain.replace(dynamic_scale=None))
+  restored = fs.checkpoint.restore(tmp_path / "none", states.weights())
+  assert float(restored.wrapper_states["loss_scale"].scale) == 2.0**15
+  *_, fresh = states.messages(caplog, logging.INFO)
+  assert "no state of wrapper 'loss_scale': that starts fresh" in fresh
 
 
 # Numbers.

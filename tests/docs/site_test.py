@@ -136,34 +136,13 @@ def test_messages_in_headings_exist():
 # The stored pictures are what their scripts draw, of the code as it is.
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-  """Imports a script of docs/pictures by name."""
+def test_stored_pictures_are_drawn_by_the_script(monkeypatch):
   monkeypatch.syspath_prepend(str(_PICTURES))
-  return importlib.import_module
-
-
-def test_stored_pictures_are_drawn_by_the_script(scripts):
-  drawn = scripts("make_pictures").draw()
+  drawn = importlib.import_module("make_pictures").draw()
   stored = {path.name: path.read_text() for path in _PICTURES.glob("*.svg")}
   assert sorted(stored) == sorted(drawn)
   old = [name for name in drawn if stored[name] != drawn[name]]
   assert not old, f"run python docs/pictures/make_pictures.py: {old}"
-
-
-def test_every_package_has_a_floor_above_all_that_it_imports(scripts):
-  house = scripts("house")
-  floor = {name: i for i, names in enumerate(house.FLOORS) for name in names}
-  imports = house.imports()
-  # A new package, or module beside the packages, needs a place in FLOORS.
-  assert sorted(imports) == sorted(floor)
-  upward = [
-    f"{name} imports {target}"
-    for name, targets in imports.items()
-    for target in targets
-    if floor[name] >= floor[target]
-  ]
-  assert upward == []
 
 
 # The pages on TensorFlow: tables are complete, names exist.

@@ -7,7 +7,6 @@ import tiny
 from tree_equality import assert_trees_equal
 
 from flaxshard import train
-from flaxshard.examples import ddpm
 from flaxshard.examples import recsys
 from flaxshard.examples import regression
 from flaxshard.train.config import files
@@ -123,11 +122,3 @@ def test_an_example_resumes_to_the_same_bits_in_float16(name, tmp_path):
     run(tmp_path / "parts", name, [stop], **fields)
   resumed, _ = run(tmp_path / "parts", name, **fields)
   assert_trees_equal(*map(jax.tree.leaves, (state, resumed)))
-
-
-def test_coverage_of_points():
-  reference = np.array([[0.0], [1.0], [2.0], [10.0]])
-  # The reach with k=1 is 1, 1, 1 and 8.
-  assert ddpm.covered(np.array([[-1.0], [-1.5]]), reference, k=1) == 0.5
-  assert ddpm.covered(reference, reference, k=1) == 1.0
-  assert ddpm.covered(np.array([[30.0]]), reference, k=1) == 0.0

@@ -179,27 +179,6 @@ def test_steps_and_skipped_steps_equal_those_of_a_train_state(others):
 # Steps in other forms.
 
 
-@pytest.mark.slow
-def test_steps_in_a_scan():
-  model, optimizer = create()
-  expected = [our_step(model, optimizer, b) for b in batches(overflow=1)]
-  scanned, scanned_optimizer = create()
-
-  @nnx.jit
-  def loop(model, optimizer, stacked):
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    def body(carry, batch):
-      loss, grads = carry[1].value_and_grad(loss_fn, carry[0], batch)
-      carry[1].update(carry[0], grads)
-      return carry, loss
-
-    return body((model, optimizer), stacked)[1]
-
-  losses = loop(scanned, scanned_optimizer, stacked(batches(overflow=1)))
-  np.testing.assert_allclose(losses, expected, rtol=1e-5)
-  assert int(scanned_optimizer.metrics()["skipped_steps"]) == 1
-
-
 def test_the_call_that_nnx_has_with_aux_and_other_objects():
   model, optimizer = create()
   metrics = nnx.metrics.Average()
@@ -385,7 +364,7 @@ def run_on_replicas():
 
 STORE = fs.AGN(2, transport="store")
 # They act on the gradients of each replica.
-EACH = [fs.AGN(9)], [fs.Accumulate(2, per_replica=True)]
+EACH = [fs.AGN(9)], [fs.Accumulate(2, per_replica=True)], [fs.CrossShard()]
 UNBIASED = dict(use_bias=False)
 
 MISTAKES = [
@@ -394,6 +373,7 @@ MISTAKES = [
   (lambda: create([STORE]), ValueError, "AGN.*create_train_state"),
   (lambda: create(EACH[0], strategy=STRATEGY), ValueError, "AGN.*8 replicas"),
   (lambda: create(EACH[1], strategy=STRATEGY), ValueError, "Accumulate"),
+  (lambda: create(EACH[2], strategy=STRATEGY), ValueError, "CrossShard"),
   (run_on_replicas, TypeError, r"argument 1 .*nnx\.jit"),
   (lambda: gradients(lambda m, b: m(b["x"])), ValueError, "scalar.*32.8,1"),
   (lambda: apply(lambda grads: (1.0, grads)), ValueError, "grads"),

@@ -92,6 +92,12 @@ def test_killed_process_is_named():
   )
   assert (code_0, code_1) == (1, -signal.SIGKILL)
   assert "no answer from process 1" in log_0
+  # JAX ends process 1, because the service of process 0 has ended.
+  (code_0, _), (code_1, log_1) = _run(
+    "if index == 0: os.kill(os.getpid(), signal.SIGKILL)"
+  )
+  assert (code_0, code_1) == (-signal.SIGKILL, -signal.SIGABRT)
+  assert "leader" in log_1
 
 
 # Runs that go on.
@@ -155,6 +161,7 @@ import importlib.metadata
 import os, pathlib, sys, time, types
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 import numpy as np
+import small_tasks
 import tiny
 from flaxshard import data, train
 from flaxshard.train import same_run
@@ -189,6 +196,13 @@ def load():
 
 sys.modules["of_rank"] = types.SimpleNamespace(load=load)
 check(["the data.train.first example"], data={"name": "of_rank:load"})
+
+def stream():
+  example = {"inputs": np.full((8, 8, 1), rank, "f"), "labels": np.int32(0)}
+  return data.Splits(small_tasks.Forever([example]), num_classes=10)
+
+sys.modules["of_rank"].stream = stream
+check(["the data.train.first example"], data={"name": "of_rank:stream"})
 
 with jax.default_matmul_precision("highest" if rank else "default"):
   check(["the traced train step"], precision="float32")

@@ -138,7 +138,10 @@ def assert_is_mean(got, rows=DRAWN):
   assert (error <= np.spacing(np.abs(wanted))).all()
 
 
-def test_float16_means_do_not_overflow():
+@pytest.mark.parametrize(
+  "wrappers", [(), [fs.CrossShard()], [fs.AGN(1, commit="mean")]]
+)
+def test_float16_means_do_not_overflow(wrappers):
   def fn(context, state, row):
     mean = context.all_reduce("mean", row[0])
     state = state.apply_gradients(
@@ -146,7 +149,8 @@ def test_float16_means_do_not_overflow():
     )
     return state, row[0], mean
 
-  state = create(batch_stats={"mean": jnp.zeros(600, jnp.float16)})
+  zeros = {"mean": jnp.zeros(600, jnp.float16)}
+  state = create(wrappers=wrappers, strategy=EIGHT, batch_stats=zeros)
   args = state, EIGHT.shard_batch(DRAWN)
   state, rows, means = context_in_run(fn, args=args)
   assert_is_mean(state.params["w"])

@@ -64,6 +64,20 @@ def make(model=MODEL, rng=KEY, x=X, tx=ADAM, **kwargs):
 # Shardings.
 
 
+def test_a_step_in_the_global_view_keeps_the_shardings():
+  # The gradient of the bias is split as the kernel is; XLA would leave it so.
+  rules = (fs.FSDP(min_size=64),)
+  state = make(nn.Dense(32), strategy=STRATEGY, rules=rules)
+  loss = lambda p: (state.apply_fn({"params": p}, X) ** 2).mean()
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  step = jax.jit(lambda s: s.minimize(loss)[0], out_shardings=shardings)
+  new = step(state)
+  with compilations.count() as compiled:
+    new = step(new)
+  assert compiled.total == 0
+  assert jax.tree.map(lambda x: x.sharding, new) == shardings
+
+
 def test_every_leaf_has_its_sharding():
   state = make(wrappers=WRAPPERS, strategy=STRATEGY, rules=RULES)
   wanted = {"in/kernel": P("replica", "model"), "in/bias": P("model")}

@@ -3,6 +3,7 @@
 import functools
 
 import compilations
+from flax import linen as nn
 from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,20 @@ def test_two_states_keep_their_shardings():
   new = SPLIT.run(fn, args=(teacher, student, sharded(SPLIT, 0)))
   for before, after in zip((teacher, student), new, strict=True):
     assert after.params["w1"].sharding == before.params["w1"].sharding
+
+
+def normalize(x, axis_name="replica"):
+  norm = nn.BatchNorm(use_running_average=False, axis_name=axis_name)
+  # The initialization does not look at the other replicas.
+  variables = norm.init(jax.random.key(0), x)
+  return norm.apply(variables, x, mutable=True)[0]
+
+
+def test_batch_norm_over_the_axis_of_the_replicas():
+  x = X[0, :, :3]
+  got = np.asarray(EIGHT.run(normalize, args=(EIGHT.shard_batch(x),)))
+  wanted = normalize(x, axis_name=None)
+  np.testing.assert_allclose(got.reshape(16, 3), wanted, rtol=1e-4, atol=1e-5)
 
 
 # -- States with per-replica leaves.

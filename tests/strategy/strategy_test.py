@@ -5,6 +5,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from regression import batch
 from regression import create
@@ -210,3 +211,13 @@ def test_sparse_steps_equal_dense_steps_on_the_whole_batch(
   assert new.params["table"].sharding.is_equivalent_to(
     jax.sharding.NamedSharding(strategy.mesh, spec), 2
   )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("semantics", ["lazy", "tf"])
+def test_sparse_adam_on_replicas_equals_that_of_one(semantics):
+  create = lambda s: sparse_states.create(
+    s, optax.adam(0.1), sparse_semantics=semantics
+  )
+  many, one = (train_sparse(s, create(s), "run") for s in (EIGHT, ONE))
+  assert_trees_close((many.params, many.opt_state), (one.params, one.opt_state))

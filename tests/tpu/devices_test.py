@@ -201,3 +201,10 @@ FOUR = fs.PerReplica(np.ones((4, 1)))
 def test_what_would_run_raises(call, words):
   with pytest.raises(ValueError, match=f"{words}.*TPU v5 lite.*compiling"):
     call(strategy_of())
+
+
+def test_restore_raises(tmp_path):
+  with fs.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+    checkpointer.save(1, create(ON_CPU))
+    with pytest.raises(ValueError, match=r"restore.*TPU v5 lite"):
+      checkpointer.restore(create(strategy_of()))

@@ -121,7 +121,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(
 
 
 @pytest.mark.slow
-def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path):
+def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
   config = diverging_config(
     eval_every_steps=4, checkpoint_every_steps=4, max_to_keep=1
   )
@@ -134,6 +134,7 @@ def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path):
   config.on_nonfinite = "continue"
   state = train.train_and_evaluate(config, str(tmp_path))
   assert int(state.step) == 6
+  assert re.search(r"step 8: (.|\n)*eval_loss=", caplog.text)
   # The last state is saved, and does not replace the good one.
   assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "40"]
   rows = tiny.rows(tmp_path)

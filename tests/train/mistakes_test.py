@@ -109,6 +109,18 @@ def split(mesh, **pieces):
     ({"keep_every_steps": 6}, "config.keep_every_steps=6 checkpoint_every"),
     ({"keep_best": 2}, "config.keep_best=2 config.best_metric"),
     (BEST, "config.checkpoint_every_steps=4 config.eval_every_steps=3"),
+    ({"schedule": COSINE}, "config.schedule warmup_steps -1"),
+  ],
+)
+def test_check_names_a_field_its_value_and_what_is_allowed(fields, facts):
+  with pytest.raises(ValueError) as e:
+    fs.config.check(tiny.config(**fields))
+  assert_names(e, facts)
+
+
+@pytest.mark.parametrize(
+  ("fields", "facts"),
+  [
     # The devices.
     ({"mesh": {"replica": 9}}, "config.mesh.replica=9 8"),
     # No replica fits: the message says what one would need.
@@ -131,7 +143,6 @@ def split(mesh, **pieces):
     ({"model": {"name": f"{_THIS}:WrongLogits"}}, "config.model (16,)"),
     ({"data": {"name": f"{_THIS}:unlabelled"}}, "config.data 'labels'"),
     ({"batch_size": 5000}, "config.batch_size=5000 1437"),
-    ({"schedule": COSINE}, "config.schedule warmup_steps -1"),
     ({"freeze": ("^desne/",)}, "config.freeze[0]='^desne/' 'dense'"),
     ({"learning_rates": (("haed", 2.0),)}, "config.learning_rates[0]='haed'"),
     # An error of a rule names config.mesh.rules, not config.model.
@@ -144,7 +155,7 @@ def split(mesh, **pieces):
   ],
 )
 @pytest.mark.filterwarnings("ignore:CrossShard")
-def test_a_field_is_named_with_its_value_and_what_is_allowed(fields, facts):
+def test_a_set_up_names_a_field_its_value_and_what_is_allowed(fields, facts):
   with pytest.raises(ValueError) as e:
     tiny.setup(tiny.config(**fields))
   assert_names(e, facts)

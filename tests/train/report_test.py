@@ -6,7 +6,6 @@ import logging
 import pathlib
 import struct
 import sys
-import types
 import warnings
 
 import jax
@@ -131,24 +130,6 @@ def test_each_metric_is_drawn(tmp_path, monkeypatch):
   (tmp_path / "metrics.jsonl").unlink()
   _draw(tiny.config(), str(tmp_path))
   assert image.imread(tmp_path / "training.png").shape[:2] == (300, 1000)
-
-
-def test_paused_time_does_not_count(monkeypatch):
-  clock = types.SimpleNamespace(now=1000.0)
-  monkeypatch.setattr("time.monotonic", lambda: clock.now)
-  timer = report.Timer(0)
-  clock.now += 1
-  for _ in range(2):
-    with timer.paused():
-      clock.now += 50
-  clock.now += 1
-  assert timer.lap(8) == 4.0
-  # The loop pauses right after a lap. An error ends the pause.
-  with pytest.raises(KeyError), timer.paused():
-    clock.now += 50
-    raise KeyError
-  clock.now += 2
-  assert timer.lap(12) == 2.0
 
 
 @pytest.mark.parametrize(

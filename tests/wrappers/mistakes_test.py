@@ -63,13 +63,17 @@ def loss_fn(params):
   return sum((p.astype("float32") ** 2).sum() for p in params.values())
 
 
-def scale(step):
+def scale(step, rule="dynamic"):
   params = {"w": jnp.ones(3, jnp.float16), "b": jnp.ones(2)}
-  return step(create(fs.LossScale(), params=params))
+  return step(create(fs.LossScale(rule), params=params))
 
 
 def unscale_twice(state):
   return state.unscale_gradients(state.value_and_grad(loss_fn)[1])
+
+
+def scale_in_value_and_grad(state):
+  return state.value_and_grad(lambda p: state.scale_loss(loss_fn(p)))
 
 
 def scale_in_minimize(state):
@@ -158,6 +162,8 @@ MISTAKES = [
   (lambda: scale(jax.jit(unscale_twice)), ValueError, "unscale_gradients: "),
   (lambda: scale(scale_in_minimize), ValueError, "scale_loss: .* themselves"),
   (lambda: scale(jax.jit(scale_in_minimize)), ValueError, "scale_loss: "),
+  (lambda: scale(scale_in_value_and_grad), ValueError, "scale_loss: "),
+  (lambda: scale(unscale_twice, 8.0), ValueError, "unscale_gradients: "),
   # An update without a TrainState.
   (lambda: update_with(valeu=2.0), TypeError, "'valeu' .* mean 'value'"),
   (lambda: update_with(jnp.ones((3, 1))), ValueError, "match .* w: shape"),
