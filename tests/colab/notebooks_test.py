@@ -352,7 +352,7 @@ def test_first_cell_upgrades_colab_packages_and_quick_start_runs(tmp_path):
   changed = {name for name in before if after.get(name) != before[name]}
   assert changed == {"flax", "jax", "jaxlib"}
 
-  # notebooks_test.py trains longer.
+  # `test_notebook_runs` trains longer.
   source = _QUICK_START.read_text()
   assert "range(900)" in source
   short = source.replace("range(900)", "range(200)")
