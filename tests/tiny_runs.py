@@ -72,10 +72,10 @@ def assert_evaluated(row, state, params):
   assert row["eval_loss"] == pytest.approx(float(losses.mean()), rel=1e-4)
 
 
-def assert_same_rows(rows, wanted, rel=1e-4):
+def assert_same_rows(rows, wanted):
   """Asserts that rows have the values of others, and maybe further ones."""
   for row, wanted_row in zip(rows, wanted, strict=True):
     assert {"train_loss", "learning_rate"} < set(wanted_row)
     shared = {key: row[key] for key in wanted_row}
-    assert shared == pytest.approx(wanted_row, rel=rel)
+    assert shared == pytest.approx(wanted_row, rel=1e-4)
   assert {"eval_loss", "eval_accuracy"} < set(wanted[-1])
