@@ -181,7 +181,9 @@ def below(leaves: Mapping[Path, _Leaf], at: Path) -> dict[Path, _Leaf]:
 
 
 def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
-  """Returns the leaves of one of several states."""
+  """Returns the leaves of one of several states; `""` is the only one."""
+  if not name:
+    return dict(leaves)
   states = below(leaves, (WRAPPER_STATES, name))
   return below(leaves, (name,)) | {
     (WRAPPER_STATES, *path): leaf for path, leaf in states.items()

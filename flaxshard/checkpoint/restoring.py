@@ -126,18 +126,15 @@ def restore_step(
   with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
     position = None if data is None else items.read_position(data, where)
   restored: Any = {}
-  if isinstance(state, Mapping):
-    for name, one in state.items():
-      restored[name] = _Plan(where, reader.part(saved, name), one).restore()
-  else:
-    restored = _Plan(where, saved, state).restore()
+  for name, one in items.by_name(state).items():
+    restored[name] = _Plan(where, reader.part(saved, name), one).restore()
   if data is not None:
     # Not before: a damaged step must leave the data where it is.
     with multihost.raise_on_all_processes(TypeError, ValueError):
       data.set_state(position)
       if hasattr(data, "start_prefetch"):
         data.start_prefetch()
-  return restored
+  return restored if isinstance(state, Mapping) else restored[""]
 
 
 def check_same(where: Any, state: items.States) -> None:
@@ -162,8 +159,7 @@ def check_same(where: Any, state: items.States) -> None:
   saved = reader.open_unverified(where)
   for name, one in items.by_name(state).items():
     wanted = trees.leaves_by_path(_template(one))
-    part = reader.part(saved, name) if name else saved
-    difference = difference or _difference(part, wanted)
+    difference = difference or _difference(reader.part(saved, name), wanted)
   if difference:
     raise ValueError(
       f"{where} was saved from another state: {difference}. Save under "
