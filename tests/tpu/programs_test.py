@@ -44,6 +44,13 @@ def compile_step(strategy, way, state, batch, step=train_step):
   return program, [c for c in found if c.group_size > 1]
 
 
+def tensor_parallel(topology, way):
+  """Returns a strategy of replicas of two devices, and a step's collectives."""
+  strategy = strategy_of(topology, replica=-1, model=2)
+  args = create(strategy, rules=TENSOR_PARALLEL)
+  return strategy, compile_step(strategy, way, *args)[1]
+
+
 def assert_updated_in_place(program, nbytes):
   """Asserts that all but the loss has the memory of the donated state."""
   memory = program.memory_analysis()
@@ -108,9 +115,7 @@ def test_fsdp_in_the_global_view(topology):
   [("v5e:2x4", "jit"), ("v5e:2x4", "run"), ("v5p:2x2x1", "jit")],
 )
 def test_tensor_parallel_rules(topology, way):
-  strategy = strategy_of(topology, replica=-1, model=2)
-  args = create(strategy, rules=TENSOR_PARALLEL)
-  _, found = compile_step(strategy, way, *args)
+  strategy, found = tensor_parallel(topology, way)
   assert [c.kind for c in found] == ["all-reduce"] * 2
   nbytes = {c.axes: c.operand_bytes for c in found}
   assert set(nbytes) == {("model",), ("replica",)}
@@ -126,9 +131,7 @@ def test_tensor_parallel_rules(topology, way):
   [("2*v5e:2x2", "run"), ("2*v5e:2x2", "jit"), ("2*v5p:2x2x1", "jit")],
 )
 def test_slow_network_carries_gradients_alone(topology, way):
-  strategy = strategy_of(topology, replica=-1, model=2)
-  args = create(strategy, rules=TENSOR_PARALLEL)
-  _, found = compile_step(strategy, way, *args)
+  _, found = tensor_parallel(topology, way)
   slow = [c for c in found if c.network == "dcn"]
   # One device of each slice, so none communicates inside of a replica.
   assert {c.group_size for c in slow} == {2}

@@ -84,7 +84,7 @@ def copy(run, tmp_path):
 
 
 def expected_logits(state, x):
-  """What the averages of EMA predict, with the running statistics."""
+  """Returns the logits of EMA's averages, with the running statistics."""
   params, stats = state.eval_params, state.batch_stats["norm"]
   params, stats = jax.tree.map(np.float32, (params, stats))
   x = (x.reshape(len(x), -1) - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)

@@ -1,4 +1,4 @@
-"""What a run reports: rows, TensorBoard, the picture, profiles, the console."""
+"""Reports of a run: rows, TensorBoard, the picture, profiles, the console."""
 
 import contextlib
 import io
