@@ -12,7 +12,6 @@ A tree of gradients is a tree like the parameters. A leaf is one of:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-import functools
 from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -40,7 +39,8 @@ def has_gradient(path: trees.Path, leaf: Any) -> bool:
   """
   if leaf is None or is_statistic(path):
     return False
-  return jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact)
+  # Python numbers have no dtype.
+  return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
 
 
 def is_statistic(path: trees.Path) -> bool:
@@ -86,30 +86,53 @@ def map_gradients(
   )
 
 
-def normalize(grads: PyTree) -> PyTree:
-  """Returns a tree of gradients in which None marks every other leaf.
-
-  After this a leaf is a `jax.Array` or an `IndexedSlices` if it is a gradient,
-  and None if it is not. Statistics stay as they are.
+def conform(grads: PyTree, params: PyTree) -> PyTree:
+  """Returns gradients in the containers of the parameters.
 
   Args:
-    grads: A tree of gradients; leaves may also be NumPy arrays or numbers.
+    grads: A tree of gradients with the paths of `params`. Leaves may also be
+      NumPy arrays or numbers.
+    params: The parameters.
+
+  Returns:
+    A tree in which a leaf is a `jax.Array` or an `IndexedSlices` if it is a
+    gradient, and None if it is not. Statistics stay as they are.
+
+  Raises:
+    ValueError: The trees differ; the message has the first path.
+    TypeError: A leaf is not an array, or row numbers are not integers.
 
   Example:
-    >>> normalize({"w": np.float32(1), "step": np.int32(2)})
+    >>> params = {"w": jnp.ones(()), "step": jnp.int32(0)}
+    >>> conform({"w": np.float32(1), "step": np.int32(2)}, params)
     {'step': None, 'w': Array(1., dtype=float32)}
   """
+  leaves, given = jax.tree.flatten(grads, is_leaf=_is_leaf)
+  wanted = jax.tree_util.tree_leaves_with_path(params)
+  structure: Any = jax.tree.structure(params)
+  # Most trees have the containers of the parameters, and arrays alone. This is
+  # quicker than to compare paths, at each eager step.
+  if given != structure or not all(
+    g is None or (isinstance(g, jax.Array) and g.shape == np.shape(p))
+    for g, (_, p) in zip(leaves, wanted, strict=True)
+  ):
+    for path, g in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_leaf):
+      if is_indexed_slices(g):
+        g.check(f"grads[{trees.path_string(path)}]")
+    grads = trees.conform(
+      "grads", grads, params, dtypes=False, is_leaf=_is_leaf
+    )
+    leaves = structure.flatten_up_to(grads)
+  for i, (path, _) in enumerate(wanted):
+    g = leaves[i]
+    if not is_statistic(path) and not is_indexed_slices(g):
+      leaves[i] = jnp.asarray(g) if has_gradient(path, g) else None
+  return structure.unflatten(leaves)
 
-  def normalize_leaf(path: trees.Path, g: Any) -> Any:
-    if is_statistic(path):
-      return g
-    if not has_gradient(path, g):
-      return None
-    return g if is_indexed_slices(g) else jnp.asarray(g)
 
-  return jax.tree_util.tree_map_with_path(
-    normalize_leaf, grads, is_leaf=is_indexed_slices
-  )
+def _is_leaf(x: Any) -> bool:
+  # To JAX, None is a tree without leaves, and rows are one with two.
+  return x is None or is_indexed_slices(x)
 
 
 def deduplicate(grads: PyTree) -> PyTree:
@@ -139,12 +162,12 @@ def narrow_value_and_grad(
   Args:
     fn: Returns a real scalar and auxiliary output. Its gradient is traced once,
       and the traced program is evaluated.
-    params: The argument of `fn`. Integer leaves have gradients of `float0`.
+    params: The argument of `fn`.
 
   Returns:
-    What `jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)` returns,
-    but the gradients that it casts from float16 or bfloat16 as its last
-    operation are cast back.
+    What `jax.value_and_grad(fn, has_aux=True)(params)` returns, but the
+    gradients that it casts from float16 or bfloat16 as its last operation are
+    cast back.
 
   Raises:
     TypeError: The scalar is complex.
@@ -159,29 +182,15 @@ def narrow_value_and_grad(
   value, pullback, aux = jax.vjp(fn, params, has_aux=True)
   if not jnp.issubdtype(value.dtype, jnp.floating):
     raise TypeError(f"loss_fn must return a real scalar, got {value.dtype}.")
-  grads: dict[int, Any] = {}
-
-  def trace(cotangent: jax.Array) -> dict[int, Any]:
-    computed = dict(enumerate(jax.tree.leaves(pullback(cotangent))))
-    # A gradient of `float0` is a constant, which is no output of a program. No
-    # tracer may leave this function but as an output.
-    constants = {
-      i: g for i, g in computed.items() if not isinstance(g, jax.core.Tracer)
-    }
-    grads.update(constants)
-    return {i: g for i, g in computed.items() if i not in constants}
-
   one = jnp.ones_like(value)
-  program, computed = jax.make_jaxpr(trace, return_shape=True)(one)
-  outputs = jax_core.jaxpr_as_fun(program)(one)
+  program = jax.make_jaxpr(pullback)(one)
+  grads = list(jax_core.jaxpr_as_fun(program)(one))
   sources: jaxprs.Sources = {}
-  variables = program.jaxpr.outvars
-  for i, x, variable in zip(computed, outputs, variables, strict=True):
+  for i, variable in enumerate(program.jaxpr.outvars):
     dtype = jaxprs.dtype_before_cast(program.jaxpr, variable, sources)
-    grads[i] = x if dtype is None else x.astype(dtype)
-  treedef: Any = jax.tree.structure(params)
-  leaves = [grads[i] for i in range(treedef.num_leaves)]
-  return (value, aux), treedef.unflatten(leaves)
+    if dtype is not None:
+      grads[i] = grads[i].astype(dtype)
+  return (value, aux), jax.tree.unflatten(jax.tree.structure(params), grads)
 
 
 def all_finite(grads: PyTree) -> jax.Array:
@@ -204,8 +213,9 @@ def all_finite(grads: PyTree) -> jax.Array:
     >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])}))
     False
   """
-  flags = [_is_finite(x) for _, x in _values(grads)]
-  finite = functools.reduce(jnp.logical_and, flags, jnp.array(True))
+  finite = jnp.array(True)
+  for _, x in _values(grads):
+    finite &= _is_finite(x)
   axes = tuple(sorted(jax.typeof(finite).manual_axis_type.varying))
   if axes:
     # pmin takes numbers, not booleans.
@@ -251,14 +261,15 @@ def _values(grads: PyTree) -> Iterator[tuple[trees.Path, jax.Array]]:
 def _is_finite(x: jax.Array) -> jax.Array:
   """Returns whether all elements of an array are finite."""
   is_large = x.ndim >= 2 and x.size >= _LARGE and x.dtype == np.float32
-  by_test = lambda x: jnp.all(jnp.isfinite(x))
-  if not is_large or not isinstance(x, jax.core.Tracer):
-    return by_test(x)
-  # XLA's CPU backend compiles the reduction to one slow pass. A matrix-vector
-  # product runs at memory bandwidth.
-  return jax.lax.platform_dependent(
-    x, cpu=_is_finite_by_product, default=by_test
-  )
+  if is_large and isinstance(x, jax.core.Tracer):
+    # XLA's CPU backend compiles the reduction to one slow pass. A matrix-vector
+    # product runs at memory bandwidth.
+    return jax.lax.platform_dependent(
+      x,
+      cpu=_is_finite_by_product,
+      default=lambda x: jnp.all(jnp.isfinite(x)),
+    )
+  return jnp.all(jnp.isfinite(x))
 
 
 def _is_finite_by_product(x: jax.Array) -> jax.Array:

@@ -86,14 +86,17 @@ class IndexedSlices:
     self.parts = parts
     self.check()
 
-  def check(self) -> None:
+  def check(self, argument: str = "IndexedSlices") -> None:
     """Raises unless the row numbers are integers and all shapes fit.
 
     `jax.tree.map` can make an object that does not pass.
+
+    Args:
+      argument: The name of the object, for errors.
     """
     if not jnp.issubdtype(self.indices.dtype, jnp.integer):
       raise TypeError(
-        "IndexedSlices: indices must be integers, got "
+        f"{argument}: indices must be integers, got "
         f"{self.indices.dtype}{list(self.indices.shape)}. jax.tree.map and "
         "arithmetic on a whole tree of gradients change the row numbers too: "
         "use slices.map_values, or is_leaf=flaxshard.is_indexed_slices."
@@ -102,7 +105,7 @@ class IndexedSlices:
     is_vector = self.indices.ndim == 1
     if not (self.dense_shape and is_vector and self.values.shape == wanted):
       raise ValueError(
-        "IndexedSlices: indices must be [n] and values [n, *dense_shape[1:]] "
+        f"{argument}: indices must be [n] and values [n, *dense_shape[1:]] "
         f"for a dense_shape of at least one dimension, got {self.dense_shape} "
         f"with {list(self.indices.shape)} and {list(self.values.shape)}."
       )
@@ -357,6 +360,12 @@ def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:
     [[0.5, 0.5]]
   """
   return isinstance(x, IndexedSlices)
+
+
+def is_in(tree: PyTree) -> bool:
+  """Returns whether a tree has an `IndexedSlices`."""
+  leaves = jax.tree.leaves(tree, is_leaf=is_indexed_slices)
+  return any(map(is_indexed_slices, leaves))
 
 
 def find(tree: PyTree) -> dict[tuple[Any, ...], IndexedSlices]:

@@ -49,21 +49,13 @@ def update(
   Returns:
     The new parameters and the new state.
   """
-  # A tree of booleans. Statistics are not frozen: their gradients replace them.
-  frozen = jax.tree_util.tree_map_with_path(
-    lambda path, _, g: g is None and not gradients.is_statistic(path),
-    params,
-    grads,
-  )
-  has_frozen = any(jax.tree.leaves(frozen))
-  if has_frozen:
+  structure: Any = jax.tree.structure(params)
+  is_kept = [g is None for g in structure.flatten_up_to(grads)]
+  if any(is_kept):
     # The optimizer needs an array for every parameter. With a zero gradient it
     # may still change parameter and slots, by weight decay or momentum: undone.
     grads = jax.tree.map(
-      lambda is_frozen, p, g: _zero_gradient(p) if is_frozen else g,
-      frozen,
-      params,
-      grads,
+      lambda p, g: _zero_gradient(p) if g is None else g, params, grads
     )
   optimized = gradients.optimized_params(params)
   updates, new_state = tx.update(
@@ -72,8 +64,9 @@ def update(
   new = optax.apply_updates(optimized, updates)
   if optimized is not params:
     new = {**grads, "params": new}
-  if has_frozen:
-    return keep(frozen, (params, opt_state), (new, new_state))
+  if any(is_kept):
+    kept = structure.unflatten(is_kept)
+    return keep(kept, (params, opt_state), (new, new_state))
   return new, new_state
 
 

@@ -304,7 +304,7 @@ def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
 
 def merge(params: PyTree, trained: PyTree) -> PyTree:
   """Returns `params` with the leaves of `trained` that are not None."""
-  return trees.map_both(lambda old, new: new, params, trained)
+  return jax.tree.map(lambda p, t: p if t is None else t, params, trained)
 
 
 def _mask(patterns: tuple[str, ...], params: PyTree) -> PyTree:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.core.indexed_slices import is_indexed_slices
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -35,18 +34,9 @@ def names(tree: PyTree) -> list[str]:
 
 
 def leaves_by_path(
-  tree: PyTree, of_gradients: bool = False
+  tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> dict[tuple[str, ...], Any]:
-  """Returns the leaves of a tree by their `path_strings`, in tree order.
-
-  Args:
-    tree: The tree.
-    of_gradients: Whether None and `IndexedSlices` are leaves. To JAX they are
-      a tree without leaves, and one with two.
-  """
-  is_leaf = (
-    (lambda x: x is None or is_indexed_slices(x)) if of_gradients else None
-  )
+  """Returns the leaves of a tree by their `path_strings`, in tree order."""
   flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
   return {path_strings(path): leaf for path, leaf in flat}
 
@@ -210,7 +200,7 @@ def conform(
   wanted: PyTree,
   *,
   dtypes: bool = True,
-  of_gradients: bool = False,
+  is_leaf: Callable[[Any], bool] | None = None,
 ) -> PyTree:
   """Returns the leaves of `given` in the containers of `wanted`.
 
@@ -220,38 +210,15 @@ def conform(
       a FrozenDict for a dict, say.
     wanted: A tree of arrays or `jax.ShapeDtypeStruct`s.
     dtypes: Whether to compare dtypes as well as shapes.
-    of_gradients: Whether a None in `given` matches any leaf of `wanted`, and
-      an `IndexedSlices` an array of its `dense_shape`.
+    is_leaf: What else in `given` is a leaf. A None matches any leaf of
+      `wanted`.
 
   Raises:
     ValueError: The trees differ; the message has the first path.
-    TypeError: A leaf of `given` is not an array, or the row numbers of an
-      `IndexedSlices` are not integers.
+    TypeError: A leaf of `given` is not an array.
   """
-  # Most trees have the containers of `wanted`, and arrays alone. This is
-  # quicker than what follows, at each eager step.
-  is_none = (lambda x: x is None) if of_gradients else None
-  found, structure = jax.tree.flatten(given, is_leaf=is_none)
-  wanted_structure: Any = jax.tree.structure(wanted)
-  if wanted_structure == structure and all(
-    x is None
-    or (
-      isinstance(x, jax.Array)
-      and x.shape == np.shape(w)
-      and not (dtypes and x.dtype != dtype_of(w))
-    )
-    for x, w in zip(found, jax.tree.leaves(wanted), strict=True)
-  ):
-    return given
   check_arrays(argument, given)
-  leaves = leaves_by_path(given, of_gradients)
-  for path, leaf in leaves.items():
-    if is_indexed_slices(leaf):
-      try:
-        leaf.check()
-      except (TypeError, ValueError) as e:
-        where = f"{argument}[{'/'.join(path) or '<root>'}]"
-        raise type(e)(f"{where}: {e}") from e
+  leaves = leaves_by_path(given, is_leaf)
   wanted_leaves = leaves_by_path(wanted)
   difference = difference_by_path(leaves, wanted_leaves, dtypes=dtypes)
   if difference:
@@ -260,7 +227,7 @@ def conform(
     )
   # By path: a dict and a NamedTuple, say, order their leaves differently.
   return jax.tree.unflatten(
-    wanted_structure, [leaves[path] for path in wanted_leaves]
+    jax.tree.structure(wanted), [leaves[path] for path in wanted_leaves]
   )
 
 

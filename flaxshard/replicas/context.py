@@ -370,7 +370,7 @@ def reduce_gradients(
 
   Args:
     op: `"sum"` or `"mean"`.
-    grads: This replica's gradients, from `gradients.normalize`.
+    grads: This replica's gradients, from `gradients.conform`.
     groups: As in `reduce_over_replicas`.
   """
   # The warnings of `Strategy.run` look for these that are the same already.

@@ -159,7 +159,8 @@ class TrainState(flax_train_state.TrainState):
     mesh = fields_lib.mesh_of(strategy)
     check_collections(cls, collections)
     opt_state_lib.check_tx(tx)
-    tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
+    if sparse or sparse_semantics != "lazy":
+      tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
     fields = fields_lib.fields_by_name(cls)
     static = {
       name: value
@@ -235,7 +236,7 @@ class TrainState(flax_train_state.TrainState):
     """
     selected = None
     if var_list is not None:
-      selected = tf_surface.select(var_list, self.params).__contains__
+      selected = tf_surface.select(var_list, self.params)
     return step_lib.value_and_grad(
       self.tx,
       self.wrappers,
@@ -244,7 +245,7 @@ class TrainState(flax_train_state.TrainState):
       loss_fn,
       args,
       has_aux=has_aux,
-      is_selected=selected,
+      selected=selected,
       grad_loss=grad_loss,
       gate_gradients=gate_gradients,
     )

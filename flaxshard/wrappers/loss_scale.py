@@ -29,9 +29,23 @@ _check_scale = functools.partial(
   maximum=_FLOAT32_MAX,
 )
 
-# By the id of an unscaled gradient, as arrays and tracers have no hash: a weak
-# reference to it, the scale, and the scaled gradient if it has 16 bits.
-_unscaled: dict[int, tuple[weakref.ref[Any], jax.Array, jax.Array | None]] = {}
+
+class _Unscaled(NamedTuple):
+  """An unscaled gradient.
+
+  Attributes:
+    reference: A weak reference to it.
+    scale: What it was divided by.
+    narrow: The scaled gradient if that is traced and has 16 bits, else None.
+  """
+
+  reference: weakref.ref[Any]
+  scale: jax.Array
+  narrow: jax.Array | None
+
+
+# By the id of the gradient, as arrays and tracers have no hash.
+_unscaled: dict[int, _Unscaled] = {}
 
 
 class LossScaleState(NamedTuple):
@@ -284,19 +298,17 @@ class LossScale(base.Base):
     divide = _divider(state.scale)
 
     def unscale(g: jax.Array) -> jax.Array:
-      if _is_unscaled(g, state.scale):
+      if _known(g, state.scale):
         raise ValueError(
           "unscale_gradients: the gradients are unscaled already, as "
           "value_and_grad returns them. Pass them to apply_gradients."
         )
       unscaled = divide(g)
       key = id(unscaled)
+      reference = weakref.ref(unscaled, lambda _: _unscaled.pop(key, None))
       is_narrow = isinstance(g, jax.core.Tracer) and g.dtype.itemsize == 2
-      _unscaled[key] = (
-        weakref.ref(unscaled, lambda _: _unscaled.pop(key, None)),
-        state.scale,
-        g if is_narrow else None,
-      )
+      narrow = g if is_narrow else None
+      _unscaled[key] = _Unscaled(reference, state.scale, narrow)
       return unscaled
 
     return gradients.map_gradients(unscale, grads)
@@ -315,10 +327,15 @@ class LossScale(base.Base):
     # Once, for the finite check and for the update in the branch.
     grads = gradients.deduplicate(grads)
     finite = replica_context.all_replicas(gradients.all_finite(grads))
+
+    def narrow(g: jax.Array) -> jax.Array:
+      known = _known(g, state.scale)
+      return g if known is None or known.narrow is None else known.narrow
+
     # A gradient enters the branch as the model computed it, if that is in 16
     # bits, and is unscaled there. Outside of it XLA would write it to memory in
     # float32: twice the bytes, on TPU the largest temporary of a step.
-    given = jax.tree.map(lambda g: _narrow(g, state.scale), grads)
+    given = jax.tree.map(narrow, grads)
 
     def update(target: base.Target, given: PyTree) -> base.Target:
       divide = _divider(state.scale)
@@ -342,19 +359,15 @@ class LossScale(base.Base):
     return {"loss_scale": state.scale, "skipped_steps": state.skipped_steps}
 
 
-def _is_unscaled(g: jax.Array, scale: jax.Array) -> bool:
-  """Returns whether a gradient is the result of a division by this scale.
+def _known(g: jax.Array, scale: jax.Array) -> _Unscaled | None:
+  """Returns what is known of a gradient that was divided by this scale.
 
-  It is not if it was changed since, for example by clipping.
+  None if it was not, or was changed since, for example by clipping.
   """
   known = _unscaled.get(id(g))
-  return known is not None and known[0]() is g and known[1] is scale
-
-
-def _narrow(g: jax.Array, scale: jax.Array) -> jax.Array:
-  """Returns the scaled gradient that `g` was computed from, if in 16 bits."""
-  source = _unscaled[id(g)][2] if _is_unscaled(g, scale) else None
-  return g if source is None else source
+  if known and known.reference() is g and known.scale is scale:
+    return known
+  return None
 
 
 def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:

@@ -7,7 +7,7 @@ which take wrappers, their states and parameters as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 import contextvars
 import dataclasses
 import functools
@@ -197,7 +197,7 @@ def value_and_grad(
   args: tuple[Any, ...] = (),
   *,
   has_aux: bool = False,
-  is_selected: Callable[[str], bool] | None = None,
+  selected: Container[str] | None = None,
   grad_loss: Any = None,
   gate_gradients: str = "none",
 ) -> tuple[Any, PyTree]:
@@ -211,8 +211,7 @@ def value_and_grad(
     loss_fn: `loss_fn(params, *args)` returns a loss, or `(loss, aux)`.
     args: See there.
     has_aux: Whether `loss_fn` returns auxiliary output.
-    is_selected: Returns whether the parameter of a path is differentiated;
-      None for all.
+    selected: The paths of the parameters to differentiate; None for all.
     grad_loss: See `TrainState.value_and_grad`.
     gate_gradients: See there.
 
@@ -223,14 +222,17 @@ def value_and_grad(
     checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
   local = stack.local_states(wrappers, states)
   params = stack.params(wrappers, local, params, "train")
+
+  def choose(path: trees.Path, p: Any) -> Any:
+    if selected is not None and trees.path_string(path) not in selected:
+      return None
+    is_trained = gradients.has_gradient(path, p) or gradients.is_statistic(path)
+    return p if is_trained else None
+
   # Only what is trained is differentiated: a frozen parameter has no gradient
   # that the compiler would have to remove.
   trained = parameter_groups.drop_frozen(tx, params)
-  if is_selected is not None:
-    trained = jax.tree_util.tree_map_with_path(
-      lambda path, x: x if is_selected(trees.path_string(path)) else None,
-      trained,
-    )
+  trained = jax.tree_util.tree_map_with_path(choose, trained)
 
   def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
     token = _inside.set(states)
@@ -255,7 +257,7 @@ def value_and_grad(
   def differentiate(fn: Callable[..., Any], params: PyTree) -> Any:
     if is_narrow or is_gated:
       return gradients.narrow_value_and_grad(fn, params)
-    return jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)
+    return jax.value_and_grad(fn, has_aux=True)(params)
 
   mask = parameter_groups.sparse_mask(tx, trained)
   if mask is None:
@@ -264,7 +266,6 @@ def value_and_grad(
     (_, value), grads = lookups.value_and_grad(
       scaled_loss, trained, mask, differentiate
     )
-  grads = gradients.normalize(grads)
   if is_gated:
     # XLA runs each operation as soon as its inputs exist. All outputs of a
     # barrier wait for all its inputs.
@@ -382,25 +383,23 @@ def update(
     ValueError: `grads` does not match the parameters, or none is there.
   """
   # None for each leaf that has or needs no gradient.
-  grads = trees.conform(
-    "grads", grads, target.params, dtypes=False, of_gradients=True
-  )
-  grads = parameter_groups.drop_frozen(tx, gradients.normalize(grads))
+  grads = gradients.conform(grads, target.params)
+  grads = parameter_groups.drop_frozen(tx, grads)
   if not jax.tree.leaves(grads):
     raise ValueError(
       "No gradients provided for any parameter: "
       f"{', '.join(trees.names(target.params))}."
     )
   context = replica_context.get_replica_context()
-  is_local = stack.has_local_updates(wrappers)
-  has_rows = bool(indexed_slices.find(grads))
+  is_local = context is not None and stack.has_local_updates(wrappers)
+  has_rows = indexed_slices.is_in(grads)
   if context is not None and reduction is not None and not is_local:
     extra = replica_context.mean_extra_args(extra)
 
   def apply_tx(target: base.Target, grads: PyTree) -> base.Target:
     given = extra
-    inner = replica_context.get_replica_context()
-    if is_local and inner is not None and inner.gradients_reduced:
+    inner = replica_context.get_replica_context() if is_local else None
+    if inner is not None and inner.gradients_reduced:
       # Local updates take the loss of their replica, a commit takes the mean.
       given = replica_context.mean_extra_args(extra)
     if has_rows:
@@ -417,22 +416,25 @@ def update(
       collections={**target.collections, **target.new_collections},
     )
 
-  # What gradients pass through, from the outside to the optimizer.
-  layers = [functools.partial(_apply_wrapper, w) for w in wrappers]
+  is_due = (
+    context is not None
+    and reduction is not None
+    and not stack.reduces_gradients(wrappers)
+  )
+  # What gradients pass through, from the optimizer to the outside.
+  apply: base.Next = apply_tx
+  for w in reversed(wrappers):
+    if is_due and w.reduces == "inside":
+      apply, is_due = functools.partial(_apply_reduced, reduction, apply), False
+    apply = functools.partial(_apply_wrapper, w, apply)
   if has_rows:
-    layers.insert(0, functools.partial(_apply_rows, wrappers))
-  if context is not None and reduction is None:
-    layers.insert(0, functools.partial(_apply_reduced, None))
-  elif context is not None and not stack.reduces_gradients(wrappers):
+    apply = functools.partial(_apply_rows, wrappers, apply)
+  if is_due:
     # Before all others: a reduced gradient carries the NaN of any replica to
     # all of them, so that LossScale needs no collective of its own.
-    position, kinds = 0, [w.reduces for w in wrappers]
-    if "inside" in kinds:
-      position = len(layers) - len(wrappers) + kinds.index("inside") + 1
-    layers.insert(position, functools.partial(_apply_reduced, reduction))
-  apply: base.Next = apply_tx
-  for layer in reversed(layers):
-    apply = functools.partial(layer, apply)
+    apply = functools.partial(_apply_reduced, reduction, apply)
+  if reduction is None:
+    apply = functools.partial(_apply_as_they_are, apply)
   if wrappers:
     target = target._replace(
       # A step that a user made may be weakly typed: lax.cond refuses branches
@@ -466,11 +468,16 @@ def _apply_rows(
 
 
 def _apply_reduced(
-  op: str | None, next: base.Next, target: base.Target, grads: PyTree
+  op: Any, next: base.Next, target: base.Target, grads: PyTree
 ) -> base.Target:
-  """Applies gradients as `op` reduces them, or as they are if it is None."""
-  if op is not None:
-    return CrossShard(op).apply((), target, grads, next)[0]
+  """Applies the mean or the sum of gradients over the replicas."""
+  return CrossShard(op).apply((), target, grads, next)[0]
+
+
+def _apply_as_they_are(
+  next: base.Next, target: base.Target, grads: PyTree
+) -> base.Target:
+  """Applies gradients that no wrapper is to reduce."""
   with replica_context.marked(aggregation_skipped=True):
     return next(target, grads)
 
