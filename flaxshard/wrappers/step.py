@@ -392,7 +392,6 @@ def update(
     )
   context = replica_context.get_replica_context()
   is_local = context is not None and stack.has_local_updates(wrappers)
-  has_rows = indexed_slices.is_in(grads)
   if context is not None and reduction is not None and not is_local:
     extra = replica_context.mean_extra_args(extra)
 
@@ -402,8 +401,6 @@ def update(
     if inner is not None and inner.gradients_reduced:
       # Local updates take the loss of their replica, a commit takes the mean.
       given = replica_context.mean_extra_args(extra)
-    if has_rows:
-      grads = _to_dense_unless_updated(tx, grads)
     params, opt_state = optimizer_update.update(
       tx, target.params, target.opt_state, grads, given
     )
@@ -427,8 +424,8 @@ def update(
     if is_due and w.reduces == "inside":
       apply, is_due = functools.partial(_apply_reduced, reduction, apply), False
     apply = functools.partial(_apply_wrapper, w, apply)
-  if has_rows:
-    apply = functools.partial(_apply_rows, wrappers, apply)
+  if indexed_slices.is_in(grads):
+    apply = functools.partial(_apply_rows, tx, wrappers, apply)
   if is_due:
     # Before all others: a reduced gradient carries the NaN of any replica to
     # all of them, so that LossScale needs no collective of its own.
@@ -459,12 +456,17 @@ def _apply_wrapper(
 
 
 def _apply_rows(
-  wrappers: Wrappers, next: base.Next, target: base.Target, grads: PyTree
+  tx: Any,
+  wrappers: Wrappers,
+  next: base.Next,
+  target: base.Target,
+  grads: PyTree,
 ) -> base.Target:
   """Applies gradients, some of which are rows of tables."""
   if replica_context.get_replica_context() is None:
     grads = rows.gather_over_mesh(grads)
-  return next(target, _to_dense_unless_taken(wrappers, "apply", grads))
+  grads = _to_dense_unless_taken(wrappers, "apply", grads)
+  return next(target, _to_dense_unless_updated(tx, grads))
 
 
 def _apply_reduced(
