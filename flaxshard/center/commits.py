@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import re
 import threading
 import time
@@ -59,16 +58,18 @@ class Exchange:
     key: The key of the commit.
     commit: The commit.
     base: See `heads.read_center`.
-    on_written: Called when the commit is in the store.
+    wake: An event that is set when the commit is in the store.
 
   Attributes:
-    watch: The thread.
+    key: The key of the commit.
+    commit: The commit.
+    begin: When it began, by `time.monotonic`.
     written: Set once the commit is in the store.
+    is_late: Whether it has missed the deadline, so that nobody waits for it.
     center: When the thread has ended, the center that the commit has come into;
       None if the run has ended.
+    watch: The thread.
   """
-
-  center: heads.Center | None = None
 
   def __init__(
     self,
@@ -76,31 +77,27 @@ class Exchange:
     key: Key,
     commit: dict[str, Any],
     base: heads.Center | None,
-    on_written: Callable[[], None],
+    wake: threading.Event,
   ):
     self.key = key
-    self.watch = store.Watch(self._write_or_look)
+    self.commit = commit
+    self.begin = time.monotonic()
     self.written = threading.Event()
+    self.is_late = False
+    self.center: heads.Center | None = None
     self._objects = objects
-    self._commit = commit
     self._base = base
-    self._on_written = on_written
-    self._begin = time.monotonic()
-    self.watch.start()
-
-  def metrics(self, center: heads.Center) -> tuple[float, int, int]:
-    """Returns seconds, versions in between, and workers of the result."""
-    versions = center.version - self._commit["version"] - 1
-    return time.monotonic() - self._begin, max(versions, 0), center.workers
+    self._wake = wake
+    self.watch = store.Watch(self._write_or_look)
 
   def _write_or_look(self) -> float | None:
     """Writes the commit, or looks for its result."""
     start = time.monotonic()
     if not self.written.is_set():
-      content = encoding.pack(self._commit)
+      content = encoding.pack(self.commit)
       self._objects.write_all({str(self.key): content})
       self.written.set()
-      self._on_written()
+      self._wake.set()
     found = heads.read(self._objects)
     head = found.heads[self.key.fragment]
     if not found.finished:

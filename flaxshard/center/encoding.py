@@ -68,12 +68,11 @@ def unpack(key: str, content: bytes) -> Any:
     raise DamagedError(f"{key} is damaged: its checksum is wrong.")
   place = 12 + int.from_bytes(view[4:12], "little")
 
-  def restore(x: Any) -> Any:
+  def restore(x: dict[str, Any]) -> Any:
+    """Reads an array, if it is one; called in the order of the header."""
     nonlocal place
-    if not isinstance(x, dict):
-      return x
     if _ARRAY not in x:
-      return {name: restore(value) for name, value in x.items()}
+      return x
     name, shape = x[_ARRAY]
     # jnp knows bfloat16 and float8.
     dtype, count = jnp.dtype(name), math.prod(shape)
@@ -82,7 +81,7 @@ def unpack(key: str, content: bytes) -> Any:
     return found
 
   try:
-    return restore(json.loads(bytes(view[12:place])))
+    return json.loads(bytes(view[12:place]), object_hook=restore)
   except (KeyError, TypeError, ValueError) as e:
     raise DamagedError(f"{key} is damaged: {e!r}") from e
 

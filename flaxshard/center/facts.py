@@ -24,10 +24,10 @@ from flaxshard.wrappers import agn as agn_lib
 _KEY = "run"
 
 
-def read(objects: store.Objects) -> dict[str, Any] | None:
-  """Returns the facts of the run in a store; None before its first worker."""
+def read(objects: store.Objects) -> dict[str, Any]:
+  """Returns the facts of the run in a store, which its first worker writes."""
   content, _ = objects.read(_KEY)
-  return None if content is None else encoding.unpack(_KEY, content)
+  return encoding.unpack(_KEY, content or b"")
 
 
 def agree(

@@ -31,6 +31,8 @@ class Center(NamedTuple):
     remainders: With the slots: what encoding has cut off, by path.
     workers: Number of workers whose commits made this version; 0 for a center
       that was no update.
+    change: Of a new center with `commit_dtype`, the change since the last
+      version, as `add_change` takes it.
   """
 
   fragment: int
@@ -39,6 +41,7 @@ class Center(NamedTuple):
   slots: Mapping[str, Any] = {}
   remainders: Mapping[str, Any] = {}
   workers: int = 0
+  change: Mapping[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Head:
 
   version: int
   name: str
-  workers: int = 0
-  taken: dict[str, int] = dataclasses.field(default_factory=dict)
+  workers: int
+  taken: dict[str, int]
 
   def keys(self, fragment: int) -> list[str]:
     """Returns the keys of the objects of this version."""
@@ -146,17 +149,13 @@ def replace(
 
 
 def write(
-  objects: store.Objects,
-  center: Center,
-  change: Arrays | None = None,
-  taken: dict[str, int] | None = None,
+  objects: store.Objects, center: Center, taken: dict[str, int]
 ) -> Head:
   """Writes a center under a new name.
 
   Args:
     objects: The store.
     center: The center of a fragment with its slots.
-    change: See `add_change`.
     taken: See `Head`.
 
   Returns:
@@ -164,13 +163,12 @@ def write(
   """
   # Sorted by their versions.
   name = f"{center.version:09d}-{uuid.uuid4().hex[:8]}"
-  head = Head(center.version, name, center.workers, taken or {})
-  trees: list[Any] = [
+  head = Head(center.version, name, center.workers, taken)
+  trees = (
     {"arrays": center.arrays},
     {"slots": center.slots, "remainders": center.remainders},
-  ]
-  if change:
-    trees.append({"arrays": change})
+    *([{"arrays": center.change}] if center.change else []),
+  )
   packed = map(encoding.pack, trees)
   keys = head.keys(center.fragment)
   objects.write_all(dict(zip(keys, packed, strict=False)))

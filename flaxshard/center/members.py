@@ -20,7 +20,7 @@ from flaxshard.wrappers.agn_store import Store
 # The name of the process that merges and does not train.
 SYNCHRONIZER = "synchronizer"
 
-# A worker that has missed so many signs of life merges no more.
+# A worker that has missed so many signs of life is quiet.
 _MISSED_BEATS = 4
 
 # Bounds of the seconds between two signs of life.
@@ -50,6 +50,8 @@ def _parse(key: str, content: bytes | None) -> dict[str, Any]:
 class Members:
   """The workers of a run, as one of them sees them.
 
+  It takes the place of an older start of this worker, and gives signs of life.
+
   Args:
     objects: The store.
     name: The number of this worker as a string, or `SYNCHRONIZER`.
@@ -60,8 +62,8 @@ class Members:
     start: A unique name of this start of the worker.
     watch: The thread. Its error may be that another start has replaced this
       one.
-    patience: Seconds after which updates do not wait for a worker that is
-      quiet.
+    patience: Seconds without a sign of life after which a worker is quiet: it
+      merges no more, and no update waits for it.
     was_away: Whether this process stood still for longer than the deadline.
   """
 
@@ -69,7 +71,6 @@ class Members:
     self, objects: store.Objects, name: str, num_workers: int, options: Store
   ):
     self.start = uuid.uuid4().hex[:8]
-    self.watch = store.Watch(self._beat_and_look)
     self.was_away = False
     self._objects = objects
     self._name = name
@@ -79,26 +80,23 @@ class Members:
     self._seconds = min(
       max(options.grace / 4, least), most, options.deadline / 4
     )
-    self.patience = (_MISSED_BEATS + 1) * self._seconds
-    self._generation = b""
+    self.patience = _MISSED_BEATS * self._seconds
+    # The first write replaces whatever is there.
+    self._generation: bytes | None = None
     names = map(str, range(num_workers))
     self._seen = dict.fromkeys(names, _Seen(b"", time.monotonic(), "absent"))
     phase = "merging" if name == SYNCHRONIZER else "training"
     self._seen[name] = _Seen(b"", math.inf, phase)
     self._lock = threading.Lock()
     self._last_look = math.inf
-
-  def enter(self) -> None:
-    """Takes the place of an older start of this worker; signs of life begin."""
-    self._generation = self._objects.read(self._key)[1]
-    self._beat(takes_over=True)
     self.look()
-    self.watch.start()
+    self._beat()
+    self.watch = store.Watch(self._beat_and_look)
 
   def leave(self) -> None:
     """Ends the signs of life; the others need not wait for this worker."""
     self.watch.close()
-    if self._generation and not self.is_done:
+    if not self.is_done:
       with contextlib.suppress(RuntimeError):  # replaced by another start
         self.announce("away")
 
@@ -118,9 +116,8 @@ class Members:
     keys = [key for key in self._objects.keys("worker/") if key != self._key]
     for key, content in zip(keys, self._objects.read_all(keys), strict=True):
       found, name = _parse(key, content), key.partition("/")[2]
-      if not found or not (name.isdigit() or name == SYNCHRONIZER):
-        continue
-      if name not in self._seen or content != self._seen[name].content:
+      is_new = name not in self._seen or content != self._seen[name].content
+      if found and is_new:
         self._seen[name] = _Seen(content, time.monotonic(), found["phase"])
 
   def find(self, *phases: str, seconds: float = math.inf) -> set[str]:
@@ -151,9 +148,7 @@ class Members:
 
   def merges(self, fragment: int) -> bool:
     """Returns whether this process is the one to merge a fragment."""
-    here = self.find(
-      *("training", "done", "merging"), seconds=_MISSED_BEATS * self._seconds
-    )
+    here = self.find("training", "done", "merging", seconds=self.patience)
     if SYNCHRONIZER in here:
       return self._name == SYNCHRONIZER
     order = sorted(here, key=int)
@@ -168,11 +163,8 @@ class Members:
       self.look()
     return self._seconds
 
-  def _beat(self, *, takes_over: bool = False) -> None:
+  def _beat(self) -> None:
     """Writes the object of this worker.
-
-    Args:
-      takes_over: Whether this start replaces the others.
 
     Raises:
       RuntimeError: Another start has replaced this one.
@@ -189,7 +181,7 @@ class Members:
         content, generation = self._objects.read(self._key)
         start = _parse(self._key, content).get("start", self.start)
         # A write whose answer was lost is our own.
-        if not takes_over and start != self.start:
+        if start != self.start:
           raise RuntimeError(
             f"Worker: worker {self._name} of {self._objects.url} was started "
             "again, and this start has ended. Each worker needs a number of "

@@ -49,7 +49,7 @@ class Merger:
   Once all workers are done or gone, it makes the center the final one.
 
   Args:
-    objects: The store.
+    objects: The store; the heads of all fragments are in it.
     layout: The fragments of the center.
     name: The number of this worker as a string, or `SYNCHRONIZER`.
     num_workers: The number of workers, as far as it is known.
@@ -69,16 +69,11 @@ class Merger:
     self._objects = objects
     self._layout = layout
     self._options = layout.agn.transport
+    # When the commits that wait were seen first.
+    self._came: dict[Key, float] = {}
+    self._swept = time.monotonic()
     self.members = Members(objects, name, num_workers, self._options)
     self.watch = store.Watch(self._look)
-    # By fragment: since when commits wait for the others, and in which version.
-    self._waits: dict[int, tuple[int, float]] = {}
-    self._swept = time.monotonic()
-
-  def start(self) -> None:
-    """Joins the workers, and begins to merge."""
-    self.members.enter()
-    self.watch.start()
 
   def check(self) -> None:
     """Raises what has ended a thread, or the start of this worker."""
@@ -102,67 +97,60 @@ class Merger:
     if start - self._swept > _SWEEP_SECONDS:
       self._swept = start
       self._sweep(mine)
-    found = commits_lib.find(self._objects) if mine else []
-    is_new = False
-    for fragment in mine:
-      keys = [key for key in found if key.fragment == fragment]
-      is_new |= self._merge(fragment, keys, last)
-    if last and not is_new:
-      is_new = self._finish()
+    keys = commits_lib.find(self._objects) if mine else []
+    keys = [key for key in keys if key.fragment in mine]
+    self._came = {key: self._came.get(key, start) for key in keys}
+    is_new = bool(keys or last) and self._merge(mine, keys, last)
     return 0.0 if is_new else store.pause_after(start, _PAUSE_LOOKS)
 
-  def _merge(self, fragment: int, found: list[Key], last: bool) -> bool:
-    """Merges the commits of a fragment, if enough have come.
+  def _merge(self, mine: list[int], keys: list[Key], last: bool) -> bool:
+    """Merges the commits of some fragments, if enough have come.
 
     Args:
-      fragment: Its number.
-      found: The keys of its commits.
-      last: Whether nobody commits any more: whatever there is, is merged.
+      mine: The fragments.
+      keys: The keys of their commits.
+      last: Whether nobody commits any more: whatever there is, is merged. If
+        nothing is left, the center is the final one.
 
     Returns:
-      Whether there is a new head.
+      Whether there are new heads.
 
     Raises:
       StoreError: The store cannot be reached.
       DamagedError: The center is damaged.
     """
-    if not found:
-      self._waits.pop(fragment, None)
+    found = heads.read(self._objects)
+    if found.finished:
       return False
-    center = heads.read(self._objects)
-    head = center.heads[fragment]
-    if center.finished:
-      return False
-    new = [key for key in found if not key.is_in(head)]
-    self._objects.delete(str(key) for key in found if key.is_in(head))
-    if self._layout.agn.commit != "sequential":
-      new = self._choose(fragment, head, new, last)
-    return bool(new) and self._apply(fragment, center, new)
+    is_taken = lambda key: key.is_in(found.heads[key.fragment])
+    self._objects.delete(str(key) for key in keys if is_taken(key))
+    keys = [key for key in keys if not is_taken(key)]
+    if last and not keys:
+      final = dataclasses.replace(found, finished=True)
+      is_new = heads.swap(self._objects, final)
+      self._sweep(mine)
+      return is_new
+    is_new = False
+    for fragment in mine:
+      chosen = self._choose([k for k in keys if k.fragment == fragment], last)
+      is_new |= bool(chosen) and self._apply(fragment, found, chosen)
+    return is_new
 
-  def _choose(
-    self,
-    fragment: int,
-    head: heads.Head,
-    found: list[Key],
-    last: bool,
-  ) -> list[Key]:
-    """Returns the commits of one update by mean or sum, if they are enough."""
+  def _choose(self, keys: list[Key], last: bool) -> list[Key]:
+    """Returns the commits of one update of a fragment, if they are enough."""
+    if self._layout.agn.commit == "sequential":
+      return keys
     chosen: dict[str, Key] = {}
-    for key in sorted(found, key=lambda key: key.step):
+    for key in sorted(keys, key=lambda key: key.step):
       chosen.setdefault(key.worker, key)
-    if not chosen:
-      return []
-    now = time.monotonic()
-    version, since = self._waits.get(fragment, (-1, now))
-    if version != head.version:
-      since = now
-    self._waits[fragment] = head.version, since
-    # A worker that seems to have ended is not waited for.
-    patience = self.members.patience
-    awaited = self.members.find("training", "absent", seconds=patience)
+    awaited = self.members.find(
+      *("training", "absent"), seconds=self.members.patience
+    )
     count = len(chosen.keys() | self.members.find("done"))
+    oldest = time.monotonic() - self._options.grace
     is_enough = count >= self._options.quorum and (
-      awaited <= chosen.keys() or now - since >= self._options.grace
+      awaited <= chosen.keys()
+      or any(self._came[key] <= oldest for key in chosen.values())
     )
     return [*chosen.values()] if last or is_enough else []
 
@@ -188,8 +176,8 @@ class Merger:
     if good:
       # The oldest first.
       good.sort(key=lambda commit: commit["version"])
-      center, change = update.merge(self._layout, center, good)
-      new = heads.write(self._objects, center, change, taken)
+      center = update.merge(self._layout, center, good)
+      new = heads.write(self._objects, center, taken)
     is_new = heads.replace(self._objects, found, fragment, new)
     if is_new:
       self._objects.delete(map(str, keys))
@@ -197,25 +185,9 @@ class Merger:
       self._objects.delete(new.keys(fragment))
     return is_new
 
-  def _finish(self) -> bool:
-    """Makes the center the final one if all commits are in it."""
-    center = heads.read(self._objects)
-    found = commits_lib.find(self._objects)
-    if center.finished or any(
-      key.fragment == fragment and not key.is_in(head)
-      for fragment, head in enumerate(center.heads)
-      for key in found
-    ):
-      return False
-    is_new = heads.swap(
-      self._objects, dataclasses.replace(center, finished=True)
-    )
-    self._sweep(range(self._options.fragments))
-    return is_new
-
   def _sweep(self, fragments: Sequence[int]) -> None:
     """Deletes older versions, also of mergers that ended before their swap."""
-    found = heads.read(self._objects, has_begun=False)
+    found = heads.read(self._objects)
     for fragment, head in enumerate(found.heads):
       if fragment in fragments:
         for key in head.keys(fragment):
@@ -237,13 +209,12 @@ def synchronize(
     DamagedError: The center is damaged.
   """
   merger = Merger(objects, Layout(state), SYNCHRONIZER, num_workers=0)
-  merger.start()
   _log.info("merging the commits of the workers in %s", objects.url)
   try:
     while not should_stop():
       merger.check()
       with contextlib.suppress(store.StoreError):  # the store has warned
-        if heads.read(objects, has_begun=False).finished:
+        if heads.read(objects).finished:
           _log.info("the run has ended")
           return
       time.sleep(_SYNCHRONIZER_SECONDS)

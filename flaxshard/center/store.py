@@ -90,7 +90,6 @@ class Objects:
   def __init__(self, url: str):
     self.url = url
     self.num_bytes = 0
-    self._lock = threading.Lock()
     # By kind of request: since when it has failed.
     self._failing: dict[str, float] = {}
     # By the key without its last part: the last key, and its content.
@@ -112,8 +111,10 @@ class Objects:
     }
     return [known.get(key) or found.get(key) for key in keys]
 
-  def write(self, key: str, content: bytes, generation: bytes) -> bytes | None:
-    """Writes an object if it still has a generation.
+  def write(
+    self, key: str, content: bytes, generation: bytes | None
+  ) -> bytes | None:
+    """Writes an object if it still has a generation, or None: whatever it has.
 
     Returns:
       Its new generation, or None if it has another one.
@@ -121,7 +122,7 @@ class Objects:
     [stamp] = self._run(
       "written", lambda: [self._kv.write(key, content, if_equal=generation)]
     )
-    self._count(content)
+    self.num_bytes += len(content)
     return stamp.generation or None
 
   def write_all(self, contents: Mapping[str, bytes]) -> None:
@@ -132,7 +133,7 @@ class Objects:
       _LARGE_SECONDS,
     )
     for key, content in contents.items():
-      self._count(content)
+      self.num_bytes += len(content)
       self._written[_kind_of(key)] = key, content
 
   def delete(self, keys: Iterable[str]) -> None:
@@ -158,14 +159,15 @@ class Objects:
         raise StoreError(f"{self.url} cannot be {verb} for {seconds:g} seconds")
 
   def _read(self, keys: Sequence[str]) -> list[tuple[bytes | None, bytes]]:
-    found = []
-    for result in self._run(
+    found = self._run(
       "read", lambda: [self._kv.read(key) for key in keys], _LARGE_SECONDS
-    ):
-      content = result.value if result.state == "value" else None
-      self._count(content)
-      found.append((content, result.stamp.generation))
-    return found
+    )
+    # Of a missing object the value is empty.
+    self.num_bytes += sum(len(x.value) for x in found)
+    return [
+      (None if x.state == "missing" else x.value, x.stamp.generation)
+      for x in found
+    ]
 
   def _run(
     self, verb: str, start: Callable[[], Any], seconds: float = _SMALL_SECONDS
@@ -192,10 +194,6 @@ class Objects:
       gone = time.monotonic() - since
       _log.warning("%s can be %s again, after %.0f s", self.url, verb, gone)
     return results
-
-  def _count(self, content: bytes | None) -> None:
-    with self._lock:
-      self.num_bytes += len(content or b"")
 
 
 def _kind_of(key: str) -> str:
@@ -235,9 +233,6 @@ class Watch:
     self._error: BaseException | None = None
     # Not one of a pool, whose threads a program waits for at its end.
     self._thread = threading.Thread(target=self._run, daemon=True)
-
-  def start(self) -> None:
-    """Starts the thread."""
     self._thread.start()
 
   def has_ended(self, wait: float = 0.0) -> bool:
@@ -262,8 +257,7 @@ class Watch:
     """
     self._is_closed = True
     self.wake.set()
-    if self._thread.ident is not None:
-      self._thread.join(seconds)
+    self._thread.join(seconds)
 
   def _run(self) -> None:
     least, most = _FAILED_PAUSES

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 import functools
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,6 @@ from flaxshard.wrappers.agn import AGNState
 from flaxshard.wrappers.agn import ModelState
 
 PyTree = Any
-S = TypeVar("S", bound=TrainState)
 Commit = dict[str, Any]
 
 # The path of `AGNState`.
@@ -73,7 +72,9 @@ def leaves(tree: PyTree) -> Arrays:
   return dict(zip(_paths(structure), found, strict=True))
 
 
-def _with_leaves(state: S, new: Mapping[str, Any], **fields: Any) -> S:
+def _with_leaves(
+  state: TrainState, new: Mapping[str, Any], **fields: Any
+) -> TrainState:
   """Returns a state with other leaves, which lie where the old ones do.
 
   Args:
@@ -92,7 +93,7 @@ def _with_leaves(state: S, new: Mapping[str, Any], **fields: Any) -> S:
 
 def _local_path(path: str) -> str:
   """Returns the path of a worker's own array beside one of the center."""
-  if path.split("/")[0] == "params":
+  if path.split("/")[0] in ("params", "opt_state"):
     return f"{_OWN}/local_{path}"
   return f"{_OWN}/collections/{path}"
 
@@ -200,7 +201,7 @@ class Layout:
     arrays = copy(self.arrays_of(fragment))
     return Center(fragment, version, arrays, copy(own_slots))
 
-  def take(self, state: S, fragment: int) -> tuple[S, Commit]:
+  def take(self, state: TrainState, fragment: int) -> tuple[TrainState, Commit]:
     """Takes a commit out of the accumulators.
 
     Args:
@@ -244,7 +245,7 @@ class Layout:
     new = {_sum_path(path): x for path, x in remainders.items()}
     return _with_leaves(state, new, received=received, sent=sent), commit
 
-  def pull(self, state: S, new: Center) -> S:
+  def pull(self, state: TrainState, new: Center) -> TrainState:
     """Returns the state after a commit: it goes on from the center.
 
     Args:
@@ -264,10 +265,39 @@ class Layout:
     commits = find(state)[1].commits + is_last
     return _put_center(state, new, local, commits=commits)
 
+  def restart(self, state: TrainState, local_step: int) -> TrainState:
+    """Returns the state of a worker that starts from its center.
+
+    Args:
+      state: The train state of a worker.
+      local_step: The local step to go on from. `state.step` and the step counts
+        of the local optimizer advance by as many.
+    """
+    _, own = find(state)
+    shift = local_step - int(own.local_step)
+    # Other arrays are the same everywhere, or stay those of the worker.
+    paths = [*self.arrays]
+    if self.agn.outer_tx is None and not int(own.local_step):
+      # A worker that joins late begins with the moments of the center.
+      paths += self.slots
+    found = leaves(state)
+    new = {_local_path(path): found[path] for path in paths}
+    for path, count in opt_state_lib.counts(own.local_opt_state).items():
+      new[f"{_OWN}/local_opt_state/{path}"] = np.asarray(count) + shift
+    for path, x in self.accumulators.items():
+      new[_sum_path(path)] = np.zeros(x.shape)
+    return _with_leaves(
+      state,
+      {**new, "step": np.asarray(state.step) + shift},
+      received=np.zeros(own.received.shape),
+      local_step=np.int32(local_step),
+      sent=np.full(own.sent.shape, local_step),
+    )
+
 
 def _put_center(
-  state: S, new: Center, local: Arrays | None = None, **fields: Any
-) -> S:
+  state: TrainState, new: Center, local: Arrays | None = None, **fields: Any
+) -> TrainState:
   """Returns the state with another center.
 
   Args:
@@ -284,49 +314,14 @@ def _put_center(
   return _with_leaves(state, arrays, versions=versions, **fields)
 
 
-def with_center(objects: store.Objects, found: heads.Heads, state: S) -> S:
+def with_center(
+  objects: store.Objects, found: heads.Heads, state: TrainState
+) -> TrainState:
   """Returns the state with the center that heads name, and its slots."""
   for fragment, head in enumerate(found.heads):
     center = heads.read_center(objects, fragment, head, slots=True)
     state = _put_center(state, center)
   return state
-
-
-def restart(state: S, local_step: int) -> S:
-  """Returns the state of a worker that starts from its center.
-
-  Args:
-    state: The train state of a worker.
-    local_step: The local step to go on from. `state.step` and the step counts
-      of the local optimizer advance by as many.
-  """
-  agn, own = find(state)
-  # A worker that joins late begins with the moments of the center.
-  is_new = agn.outer_tx is None and not int(own.local_step)
-  slots = state.opt_state if is_new else own.local_opt_state
-  shift = local_step - int(own.local_step)
-  counts = opt_state_lib.counts(own.local_opt_state)
-  restarted = own._replace(
-    local_params=state.params,
-    local_opt_state=opt_state_lib.with_counts(
-      slots, {path: count + shift for path, count in counts.items()}
-    ),
-    grad_accum=jax.tree.map(np.zeros_like, own.grad_accum),
-    # Commits have no integers.
-    collections=jax.tree.map(
-      lambda x, new: new if jnp.issubdtype(x.dtype, jnp.floating) else x,
-      own.collections,
-      {name: getattr(state, name) for name in own.collections},
-    ),
-    received=jnp.zeros_like(own.received),
-    local_step=jnp.int32(local_step),
-    sent=np.full_like(own.sent, local_step),
-  )
-  new = state.replace(
-    step=np.asarray(state.step) + shift,
-    wrapper_states={**state.wrapper_states, agn.name: restarted},
-  )
-  return _with_leaves(state, leaves(new))
 
 
 def _place(value: Any, like: Any) -> jax.Array:

@@ -61,7 +61,7 @@ def decode(layout: Layout, fragment: int, key: str, content: bytes) -> Commit:
 
 def merge(
   layout: Layout, center: heads.Center, commits: Sequence[Commit]
-) -> tuple[heads.Center, Arrays]:
+) -> heads.Center:
   """Returns the next version of a center.
 
   Args:
@@ -69,10 +69,6 @@ def merge(
     center: The center with its slots.
     commits: Decoded commits. Sequential ones are applied one by one, others
       as one, their mean weighted by examples.
-
-  Returns:
-    The new center; and the change as `heads.add_change` takes it, `{}`
-    without `commit_dtype`.
   """
   exact = {**center.arrays, **center.slots}
   for path, x in center.remainders.items():
@@ -89,7 +85,7 @@ def merge(
   )
   dtype = layout.agn.transport.commit_dtype
   if dtype is None:
-    return new, {}
+    return new
   # Center and workers apply what is encoded, so that they stay equal.
   sums = center.arrays.keys() & layout.accumulators.keys()
   change = arrays | {
@@ -98,7 +94,7 @@ def merge(
   }
   decoded = heads.add_change(center.arrays, change)
   remainders = {p: _difference(arrays[p], decoded[p]) for p in sums}
-  return new._replace(arrays=decoded, remainders=remainders), change
+  return new._replace(arrays=decoded, remainders=remainders, change=change)
 
 
 def _combine(layout: Layout, commits: Sequence[Commit]) -> Iterator[Arrays]:

@@ -165,10 +165,7 @@ class Worker:
     self._layout = Layout(state)
     self._objects = store.Objects(self._url)
     facts_lib.agree(self._objects, self._layout, state, facts or {})
-    self._merger = Merger(
-      self._objects, self._layout, str(self.worker_id), self.num_workers
-    )
-    self._members = self._merger.members
+    self._write_heads(state)
     self._last_step = self.clock = int(own.local_step)
     # The clock at which there may be something to do.
     self._next_look = self.clock + 1
@@ -176,27 +173,16 @@ class Worker:
     # under way.
     self._examples = [0.0] * self._options.fragments
     self._exchanges: dict[int, Exchange] = {}
-    # Fragments whose commit has missed the deadline, so that nobody waits for
-    # it, and those whose next one was due while it was under way.
-    self._late: set[int] = set()
-    self._overdue: set[int] = set()
     # Of commits: seconds, versions in between, and workers.
     self._results: list[tuple[float, int, int]] = []
+    self._merger = Merger(
+      self._objects, self._layout, str(self.worker_id), self.num_workers
+    )
+    self._members = self._merger.members
     self._is_started = True
     # Before Python ends: TensorStore's threads would abort it.
     atexit.register(self.close)
     try:
-      found = heads.read(self._objects, has_begun=False)
-      # Those that are missing, or older than a checkpoint.
-      new = [
-        heads.write(self._objects, self._layout.center_of(state, fragment))
-        if not found.heads or found.versions[fragment] < version
-        else found.heads[fragment]
-        for fragment, version in enumerate(own.versions.tolist())
-      ]
-      if new != found.heads:
-        heads.swap(self._objects, dataclasses.replace(found, heads=new))
-      self._merger.start()
       return self._join(state)
     except BaseException:
       self.close()
@@ -228,7 +214,7 @@ class Worker:
     self.clock += 1
     if self.is_finished:
       # This step is not taken: the state is the one that others have saved.
-      return train_states.restart(state, self._last_step)
+      return self._layout.restart(state, self._last_step)
     self._examples = [x + examples for x in self._examples]
     if self.clock < self._next_look:
       return state
@@ -283,12 +269,12 @@ class Worker:
       StoreError: The store cannot be reached for `deadline` seconds.
     """
     self._check_running("finish")
-    self._late.clear()
-    for fragment in range(self._options.fragments):
+    for fragment, exchange in list(self._exchanges.items()):
+      exchange.is_late = False
       state = self._receive(state, fragment)
-      if fragment in self._overdue:
-        state = self._receive(self._send(state, fragment), fragment)
-    if self._overdue:
+    for fragment in self._overdue(state):
+      state = self._receive(self._send(state, fragment), fragment)
+    if self._overdue(state):
       _log.warning(
         "worker %d ends, and its last local steps are not in the center: the "
         "commit before them is not merged: fewer than quorum=%d workers are "
@@ -343,6 +329,25 @@ class Worker:
     self.close()
 
   # -- Start.
+
+  def _write_heads(self, state: Any) -> None:
+    """Writes the heads that are missing, or older than a checkpoint.
+
+    Raises:
+      DamagedError: The heads of a run that has begun are missing.
+    """
+    # A worker writes its object after the heads.
+    names = self._objects.keys("worker/")
+    found = heads.read(self._objects, has_begun=bool(names))
+    versions = train_states.find(state)[1].versions.tolist()
+    new = [
+      heads.write(self._objects, self._layout.center_of(state, fragment), {})
+      if not found.heads or found.versions[fragment] < version
+      else found.heads[fragment]
+      for fragment, version in enumerate(versions)
+    ]
+    if new != found.heads:
+      heads.swap(self._objects, dataclasses.replace(found, heads=new))
 
   def _wait_for_all(self) -> None:
     """Waits for the other workers at the beginning of a run."""
@@ -417,7 +422,7 @@ class Worker:
     self.missed_steps += missed
     self._last_step = local_step
     self._next_look = self.clock + self._steps_to_next(local_step)
-    return train_states.restart(state, local_step)
+    return self._layout.restart(state, local_step)
 
   # -- Commits.
 
@@ -434,25 +439,19 @@ class Worker:
     """Takes a commit out of the state and starts its exchange."""
     # One at a time: until its result has come, the next one grows.
     state = self._receive(state, fragment, wait=False)
-    if fragment in self._exchanges:
-      self._overdue.add(fragment)
-      return state
-    self._overdue.discard(fragment)
-    if self.is_finished:
+    if fragment in self._exchanges or self.is_finished:
       return state
     base = None
     if self._options.commit_dtype is not None:
       base = self._layout.center_of(state, fragment, slots=False)
     state, commit = self._layout.take(state, fragment)
-    if commit["steps"]:
-      commit["examples"] = self._examples[fragment]
-      name = f"{self.worker_id}-{self._members.start}"
-      key = commits_lib.Key(fragment, name, commit["step"])
-      wake = self._merger.watch.wake.set
-      self._exchanges[fragment] = Exchange(
-        self._objects, key, commit, base, on_written=wake
-      )
+    commit["examples"] = self._examples[fragment]
     self._examples[fragment] = 0.0
+    name = f"{self.worker_id}-{self._members.start}"
+    key = commits_lib.Key(fragment, name, commit["step"])
+    self._exchanges[fragment] = Exchange(
+      self._objects, key, commit, base, self._merger.watch.wake
+    )
     return state
 
   def _receive(self, state: Any, fragment: int, wait: bool = True) -> Any:
@@ -466,33 +465,45 @@ class Worker:
     exchange = self._exchanges.get(fragment)
     if exchange is None:
       return state
-    wait = wait and fragment not in self._late
-    end = time.monotonic() + (self._options.deadline if wait else 0.0)
-    stops = False
-    has_ended = exchange.watch.has_ended()
-    while not has_ended and time.monotonic() < end:
-      has_ended = exchange.watch.has_ended(wait=_ASK_SECONDS)
-      if self._ask() and not stops:
-        stops, end = True, min(end, time.monotonic() + _LAST_WRITE_SECONDS)
-    if has_ended:
-      exchange.watch.check()
-      del self._exchanges[fragment]
-      self._late.discard(fragment)
-      if exchange.center is None:
-        return self._end(state, is_late=True)
-      self._results.append(exchange.metrics(exchange.center))
-      return self._layout.pull(state, exchange.center)
-    if wait:
-      self._late.add(fragment)
-      if not self._should_stop():
+    wait = wait and not exchange.is_late
+    start, seconds = time.monotonic(), self._options.deadline if wait else 0.0
+    while not exchange.watch.has_ended(min(_ASK_SECONDS, seconds)):
+      stops = self._ask()
+      if time.monotonic() - start < min(
+        seconds, _LAST_WRITE_SECONDS if stops else seconds
+      ):
+        continue
+      if wait and not stops:
         _log.warning(
           "worker %d goes on alone: its commit of local step %d is not in the "
           "center after deadline=%g seconds",
           self.worker_id,
           exchange.key.step,
-          self._options.deadline,
+          seconds,
         )
-    return state
+      exchange.is_late |= wait
+      return state
+    exchange.watch.check()
+    del self._exchanges[fragment]
+    center = exchange.center
+    if center is None:
+      return self._end(state, is_late=True)
+    seconds = time.monotonic() - exchange.begin
+    versions = max(center.version - exchange.commit["version"] - 1, 0)
+    self._results.append((seconds, versions, center.workers))
+    return self._layout.pull(state, center)
+
+  def _overdue(self, state: Any) -> list[int]:
+    """Returns the fragments whose commit was due while one was under way."""
+    sent = train_states.find(state)[1].sent.tolist()
+    return [
+      fragment
+      for fragment, step in enumerate(sent)
+      if any(
+        fragment in agn_store.due(self._agn, later)
+        for later in range(step + 1, self._last_step + 1)
+      )
+    ]
 
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
@@ -520,13 +531,11 @@ class Worker:
         if heads.read(self._objects).finished:
           step = self._step_of_all(self._last_step) if is_late else None
           state = self._take_newest(state, step)
+          self.is_finished = True
+          self._exchanges.clear()
           break
         self._members.look()
       time.sleep(_ASK_SECONDS)
-    else:
-      return state
-    self.is_finished = True
-    self._exchanges.clear()
     if is_late:
       _log.warning(
         "worker %d finds that the run has ended: it takes the final center",

@@ -225,6 +225,7 @@ def synchronize(workdir: str) -> None:
   """
   # Imported here: other runs do not need it.
   from flaxshard.center import facts as facts_lib
+  from flaxshard.center import heads
   from flaxshard.center import merge
   from flaxshard.center import store
 
@@ -235,14 +236,13 @@ def synchronize(workdir: str) -> None:
   for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, lambda signum, frame: signums.append(signum))
   with console.show_log():
-    facts = facts_lib.read(objects)
-    if facts is None:
+    has_begun = lambda: heads.read(objects, has_begun=False).heads
+    if not has_begun():
       _log.info("waiting for the first worker in %s", objects.url)
-    while facts is None and not signums:
+    while not (signums or has_begun()):
       time.sleep(_PAUSE_SECONDS)
-      facts = facts_lib.read(objects)
-    if facts is not None:
-      state = _abstract_state(facts)
+    if not signums:
+      state = _abstract_state(facts_lib.read(objects))
       merge.synchronize(objects, state, lambda: bool(signums))
     if signums:
       raise SystemExit(128 + signums[0])

@@ -253,6 +253,7 @@ def test_a_mean_of_commits_is_weighted_by_examples(tmp_path):
     ("slots/0/*", "damaged"),
     ("slots/0/*", "missing"),
     ("head", "damaged"),
+    ("head", "missing"),
   ],
 )
 def test_a_damaged_center_is_an_error_that_names_it(tmp_path, pattern, way):
