@@ -77,8 +77,8 @@ class Merger:
 
   def check(self) -> None:
     """Raises what has ended a thread, or the start of this worker."""
-    self.members.watch.check()
-    self.watch.check()
+    self.members.watch.has_ended()
+    self.watch.has_ended()
 
   def close(self) -> None:
     """Ends the thread, and leaves the workers."""

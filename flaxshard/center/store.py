@@ -236,18 +236,15 @@ class Watch:
     self._thread.start()
 
   def has_ended(self, wait: float = 0.0) -> bool:
-    """Returns whether the thread has ended.
+    """Returns whether the thread has ended, and raises its error.
 
     Args:
       wait: Seconds to wait for its end.
     """
     self._thread.join(wait)
-    return not self._thread.is_alive()
-
-  def check(self) -> None:
-    """Raises what has ended the thread."""
     if self._error is not None:
       raise self._error
+    return not self._thread.is_alive()
 
   def close(self, seconds: float = 10.0) -> None:
     """Ends the thread.

@@ -13,6 +13,7 @@ fragment the values of other collections.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+import dataclasses
 import functools
 from typing import Any
 
@@ -200,6 +201,24 @@ class Layout:
     ]
     arrays = copy(self.arrays_of(fragment))
     return Center(fragment, version, arrays, copy(own_slots))
+
+  def begin(self, objects: store.Objects, state: TrainState) -> None:
+    """Writes the heads that are missing, or older than a checkpoint.
+
+    Raises:
+      DamagedError: Workers have begun, and the heads are missing.
+    """
+    # A worker writes its own object after the heads.
+    has_begun = bool(objects.keys("worker/"))
+    found = heads.read(objects, has_begun=has_begun)
+    new = [
+      heads.write(objects, self.center_of(state, fragment), {})
+      if not found.heads or found.versions[fragment] < version
+      else found.heads[fragment]
+      for fragment, version in enumerate(find(state)[1].versions.tolist())
+    ]
+    if new != found.heads:
+      heads.swap(objects, dataclasses.replace(found, heads=new))
 
   def take(self, state: TrainState, fragment: int) -> tuple[TrainState, Commit]:
     """Takes a commit out of the accumulators.

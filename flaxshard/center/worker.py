@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping
 import contextlib
-import dataclasses
-import itertools
 import logging
 import os
 import time
@@ -165,7 +163,7 @@ class Worker:
     self._layout = Layout(state)
     self._objects = store.Objects(self._url)
     facts_lib.agree(self._objects, self._layout, state, facts or {})
-    self._write_heads(state)
+    self._layout.begin(self._objects, state)
     self._last_step = self.clock = int(own.local_step)
     # The clock at which there may be something to do.
     self._next_look = self.clock + 1
@@ -219,7 +217,9 @@ class Worker:
     if self.clock < self._next_look:
       return state
     local_step = int(train_states.find(state)[1].local_step)
-    self._next_look = self.clock + self._steps_to_next(local_step)
+    self._next_look = self.clock + agn_store.steps_to_next(
+      self._agn, local_step
+    )
     if local_step == self._last_step:
       return state  # the step was skipped, or is accumulated
     self._last_step = local_step
@@ -232,9 +232,9 @@ class Worker:
     if self._members.was_away and not self._exchanges:
       # If the store cannot be read, at the next commit.
       with contextlib.suppress(store.StoreError):
-        step = self._step_of_all(local_step)
-        if step > local_step and not self.is_finished:
-          state = self._take_newest(state, step)
+        found = heads.read(self._objects)
+        if found.step > local_step and not self.is_finished:
+          state = self._take(state, found, found.step)
         self._members.was_away = False
     return state
 
@@ -253,7 +253,7 @@ class Worker:
       state = self._receive(state, fragment)
     if not self.is_finished and not self.worker_id:
       with contextlib.suppress(store.StoreError):  # the store has warned
-        return self._take_newest(state)
+        return self._take(state, heads.read(self._objects))
     return state
 
   def finish(self, state: Any) -> Any:
@@ -330,25 +330,6 @@ class Worker:
 
   # -- Start.
 
-  def _write_heads(self, state: Any) -> None:
-    """Writes the heads that are missing, or older than a checkpoint.
-
-    Raises:
-      DamagedError: The heads of a run that has begun are missing.
-    """
-    # A worker writes its object after the heads.
-    names = self._objects.keys("worker/")
-    found = heads.read(self._objects, has_begun=bool(names))
-    versions = train_states.find(state)[1].versions.tolist()
-    new = [
-      heads.write(self._objects, self._layout.center_of(state, fragment), {})
-      if not found.heads or found.versions[fragment] < version
-      else found.heads[fragment]
-      for fragment, version in enumerate(versions)
-    ]
-    if new != found.heads:
-      heads.swap(self._objects, dataclasses.replace(found, heads=new))
-
   def _wait_for_all(self) -> None:
     """Waits for the other workers at the beginning of a run."""
     end = time.monotonic() + self._start_timeout
@@ -372,6 +353,12 @@ class Worker:
 
   def _join(self, state: Any) -> Any:
     """Returns the state at the center of the run."""
+    # Of earlier starts of this worker. They may come into the center meanwhile.
+    steps = [
+      key.step
+      for key in commits_lib.find(self._objects)
+      if key.worker == str(self.worker_id)
+    ]
     found = heads.read(self._objects)
     # Who is there at the beginning has not missed what others do after it.
     is_new = not any(found.versions) and not found.finished
@@ -382,30 +369,22 @@ class Worker:
       return self._end(state, is_late=True)
     step, versions = self._last_step, train_states.find(state)[1].versions
     is_newest = versions.tolist() == found.versions
-    if step and is_newest and self._find_last_step() <= step:
+    if step and is_newest and max(steps, default=0) <= step:
       return state  # as it was left
-    return self._take_newest(state, step if is_new else self._step_of_all(step))
+    step = step if is_new else max(step, found.step, *steps)
+    return self._take(state, found, step)
 
-  def _step_of_all(self, least: int) -> int:
-    """Returns the largest local step of a commit in the store."""
-    found = heads.read(self._objects)
-    return max(least, self._find_last_step(), found.step)
-
-  def _find_last_step(self) -> int:
-    """Returns the local step of the last commit of this worker in the store."""
-    found = commits_lib.find(self._objects)
-    own = [key.step for key in found if key.worker == str(self.worker_id)]
-    return max(own, default=0)
-
-  def _take_newest(self, state: Any, local_step: int | None = None) -> Any:
-    """Returns the state with the newest center and its slots.
+  def _take(
+    self, state: Any, found: heads.Heads, local_step: int | None = None
+  ) -> Any:
+    """Returns the state with a center of the store and its slots.
 
     Args:
       state: The state of this worker.
+      found: The heads of the center.
       local_step: The step from which local steps go on, from the center; None:
         they stay as they are.
     """
-    found = heads.read(self._objects)
     state = train_states.with_center(self._objects, found, state)
     if local_step is None:
       return state
@@ -421,19 +400,12 @@ class Worker:
     self.clock += missed
     self.missed_steps += missed
     self._last_step = local_step
-    self._next_look = self.clock + self._steps_to_next(local_step)
+    self._next_look = self.clock + agn_store.steps_to_next(
+      self._agn, local_step
+    )
     return self._layout.restart(state, local_step)
 
   # -- Commits.
-
-  def _steps_to_next(self, local_step: int) -> int:
-    """Returns in how many steps there may be something to send or receive."""
-    return next(
-      n
-      for n in itertools.count(1)
-      if agn_store.due(self._agn, local_step + n)
-      or agn_store.due(self._agn, local_step + n - self._options.delay)
-    )
 
   def _send(self, state: Any, fragment: int) -> Any:
     """Takes a commit out of the state and starts its exchange."""
@@ -466,12 +438,12 @@ class Worker:
     if exchange is None:
       return state
     wait = wait and not exchange.is_late
-    start, seconds = time.monotonic(), self._options.deadline if wait else 0.0
-    while not exchange.watch.has_ended(min(_ASK_SECONDS, seconds)):
+    start, seconds = time.monotonic(), self._options.deadline
+    while not exchange.watch.has_ended(_ASK_SECONDS if wait else 0.0):
       stops = self._ask()
-      if time.monotonic() - start < min(
-        seconds, _LAST_WRITE_SECONDS if stops else seconds
-      ):
+      if stops:
+        seconds = min(seconds, _LAST_WRITE_SECONDS)
+      if wait and time.monotonic() - start < seconds:
         continue
       if wait and not stops:
         _log.warning(
@@ -483,7 +455,6 @@ class Worker:
         )
       exchange.is_late |= wait
       return state
-    exchange.watch.check()
     del self._exchanges[fragment]
     center = exchange.center
     if center is None:
@@ -509,7 +480,7 @@ class Worker:
     """Returns whether to stop; raises what has ended this worker."""
     self._merger.check()
     for exchange in self._exchanges.values():
-      exchange.watch.check()
+      exchange.watch.has_ended()
     return self._should_stop()
 
   # -- The end.
@@ -528,9 +499,10 @@ class Worker:
     while not self._ask() or is_late or self._members.have_ended:
       self._objects.check(self._options.deadline)
       with contextlib.suppress(store.StoreError):  # the store has warned
-        if heads.read(self._objects).finished:
-          step = self._step_of_all(self._last_step) if is_late else None
-          state = self._take_newest(state, step)
+        found = heads.read(self._objects)
+        if found.finished:
+          step = max(self._last_step, found.step) if is_late else None
+          state = self._take(state, found, step)
           self.is_finished = True
           self._exchanges.clear()
           break

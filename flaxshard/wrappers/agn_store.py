@@ -166,3 +166,25 @@ def due(agn: AGN, local_step: int) -> tuple[int, ...]:
     if (f + 1 - fragments) * (period // fragments) % period
     == local_step % period
   )
+
+
+def steps_to_next(agn: AGN, local_step: int) -> int:
+  """Returns in how many local steps there is a commit, or the end of a delay.
+
+  Args:
+    agn: A wrapper with a store.
+    local_step: The number of local steps that have been taken.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> agn = fs.AGN(4, transport=fs.Store(delay=1))
+    >>> [steps_to_next(agn, step) for step in range(2, 6)]
+    [2, 1, 1, 3]
+  """
+  count = 1
+  while not (
+    due(agn, local_step + count)
+    or due(agn, local_step + count - agn.transport.delay)
+  ):
+    count += 1
+  return count
