@@ -51,48 +51,40 @@ class Merger:
   Args:
     objects: The store; the heads of all fragments are in it.
     layout: The fragments of the center.
-    name: The number of this worker as a string, or `SYNCHRONIZER`.
-    num_workers: The number of workers, as far as it is known.
+    members: The workers, as this process sees them.
 
   Attributes:
-    members: The workers.
     watch: The thread.
   """
 
-  def __init__(
-    self,
-    objects: store.Objects,
-    layout: Layout,
-    name: str,
-    num_workers: int,
-  ):
+  def __init__(self, objects: store.Objects, layout: Layout, members: Members):
     self._objects = objects
     self._layout = layout
     self._options = layout.agn.transport
     # When the commits that wait were seen first.
     self._came: dict[Key, float] = {}
     self._swept = time.monotonic()
-    self.members = Members(objects, name, num_workers, self._options)
+    self._members = members
     self.watch = store.Watch(self._look)
 
   def check(self) -> None:
     """Raises what has ended a thread, or the start of this worker."""
-    self.members.watch.has_ended()
+    self._members.watch.has_ended()
     self.watch.has_ended()
 
   def close(self) -> None:
     """Ends the thread, and leaves the workers."""
     self.watch.close()
-    self.members.leave()
+    self._members.leave()
 
   def _look(self) -> float:
     """Merges what has come, and deletes older versions at times."""
     start = time.monotonic()
-    last = self.members.have_ended
+    last = self._members.have_ended
     mine = [
       fragment
       for fragment in range(self._options.fragments)
-      if last or self.members.merges(fragment)
+      if last or self._members.merges(fragment)
     ]
     if start - self._swept > _SWEEP_SECONDS:
       self._swept = start
@@ -143,10 +135,10 @@ class Merger:
     chosen: dict[str, Key] = {}
     for key in sorted(keys, key=lambda key: key.step):
       chosen.setdefault(key.worker, key)
-    awaited = self.members.find(
-      *("training", "absent"), seconds=self.members.patience
+    awaited = self._members.find(
+      *("training", "absent"), seconds=self._members.patience
     )
-    count = len(chosen.keys() | self.members.find("done"))
+    count = len(chosen.keys() | self._members.find("done"))
     oldest = time.monotonic() - self._options.grace
     is_enough = count >= self._options.quorum and (
       awaited <= chosen.keys()
@@ -208,7 +200,9 @@ def synchronize(
     StoreError: The store cannot be read or written at the start.
     DamagedError: The center is damaged.
   """
-  merger = Merger(objects, Layout(state), SYNCHRONIZER, num_workers=0)
+  layout = Layout(state)
+  members = Members(objects, SYNCHRONIZER, 0, layout.agn.transport)
+  merger = Merger(objects, layout, members)
   _log.info("merging the commits of the workers in %s", objects.url)
   try:
     while not should_stop():

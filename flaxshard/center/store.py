@@ -94,7 +94,7 @@ class Objects:
     self._failing: dict[str, float] = {}
     # By the key without its last part: the last key, and its content.
     self._written: dict[str, tuple[str, bytes]] = {}
-    [self._kv] = self._run("opened", lambda: [_open(url)])
+    [self._kv] = self._run("opened", _open, [url])
 
   def read(self, key: str) -> tuple[bytes | None, bytes]:
     """Returns the content of an object, None if missing, and its generation."""
@@ -119,37 +119,32 @@ class Objects:
     Returns:
       Its new generation, or None if it has another one.
     """
-    [stamp] = self._run(
-      "written", lambda: [self._kv.write(key, content, if_equal=generation)]
-    )
+    write = lambda key: self._kv.write(key, content, if_equal=generation)
+    [stamp] = self._run("written", write, [key])
     self.num_bytes += len(content)
     return stamp.generation or None
 
   def write_all(self, contents: Mapping[str, bytes]) -> None:
     """Writes objects of unique names at the same time."""
-    self._run(
-      "written",
-      lambda: [self._kv.write(k, x) for k, x in contents.items()],
-      _LARGE_SECONDS,
-    )
+    write = lambda key: self._kv.write(key, contents[key])
+    self._run("written", write, contents, _LARGE_SECONDS)
     for key, content in contents.items():
       self.num_bytes += len(content)
       self._written[_kind_of(key)] = key, content
 
   def delete(self, keys: Iterable[str]) -> None:
     """Deletes objects; missing ones are ignored."""
-    keys = list(keys)
-    self._run("written", lambda: [self._kv.write(key, None) for key in keys])
+    self._run("written", lambda key: self._kv.write(key, None), keys)
 
   def delete_before(self, key: str) -> None:
     """Deletes the objects of the kind of a key that are sorted before it."""
     older = ts.KvStore.KeyRange(f"{_kind_of(key)}/", key)
-    self._run("written", lambda: [self._kv.delete_range(older)])
+    self._run("written", self._kv.delete_range, [older])
 
   def keys(self, prefix: str) -> list[str]:
     """Returns the keys that begin with a prefix, sorted."""
     keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
-    [found] = self._run("read", lambda: [self._kv.list(keys)])
+    [found] = self._run("read", self._kv.list, [keys])
     return sorted(key.decode() for key in found)
 
   def check(self, seconds: float) -> None:
@@ -159,9 +154,7 @@ class Objects:
         raise StoreError(f"{self.url} cannot be {verb} for {seconds:g} seconds")
 
   def _read(self, keys: Sequence[str]) -> list[tuple[bytes | None, bytes]]:
-    found = self._run(
-      "read", lambda: [self._kv.read(key) for key in keys], _LARGE_SECONDS
-    )
+    found = self._run("read", self._kv.read, keys, _LARGE_SECONDS)
     # Of a missing object the value is empty.
     self.num_bytes += sum(len(x.value) for x in found)
     return [
@@ -170,18 +163,24 @@ class Objects:
     ]
 
   def _run(
-    self, verb: str, start: Callable[[], Any], seconds: float = _SMALL_SECONDS
-  ) -> Any:
+    self,
+    verb: str,
+    start: Callable[[Any], Any],
+    items: Iterable[Any],
+    seconds: float = _SMALL_SECONDS,
+  ) -> list[Any]:
     """Waits for futures of TensorStore; its errors become `StoreError`.
 
     Args:
       verb: What is done with objects, for messages.
-      start: A function that returns the futures.
+      start: A function that takes one of the items, and returns a future.
+      items: The items, all of which are started at the same time.
       seconds: How long to wait.
     """
     try:
       end = time.monotonic() + seconds
-      results = [f.result(timeout=end - time.monotonic()) for f in start()]
+      started = [start(item) for item in items]
+      results = [x.result(timeout=end - time.monotonic()) for x in started]
     # TensorStore raises several types, with the reason in the message.
     except Exception as e:
       if verb not in self._failing:

@@ -18,6 +18,7 @@ from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center import train_states
 from flaxshard.center.commits import Exchange
+from flaxshard.center.members import Members
 from flaxshard.center.merge import Merger
 from flaxshard.center.train_states import Layout
 from flaxshard.core import checks
@@ -173,10 +174,10 @@ class Worker:
     self._exchanges: dict[int, Exchange] = {}
     # Of commits: seconds, versions in between, and workers.
     self._results: list[tuple[float, int, int]] = []
-    self._merger = Merger(
-      self._objects, self._layout, str(self.worker_id), self.num_workers
+    self._members = Members(
+      self._objects, str(self.worker_id), self.num_workers, self._options
     )
-    self._members = self._merger.members
+    self._merger = Merger(self._objects, self._layout, self._members)
     self._is_started = True
     # Before Python ends: TensorStore's threads would abort it.
     atexit.register(self.close)

@@ -365,7 +365,7 @@ def cable(monkeypatch):
   plugged.set()
   run = store.Objects._run
 
-  def fail():
+  def fail(_):
     raise OSError("no route to host")
 
   def run_if_plugged(self, verb, start, *args):
