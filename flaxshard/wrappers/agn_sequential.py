@@ -7,27 +7,38 @@ If the update is element-wise, each replica updates one part of the center. It
 receives that part of all commits, replaces each by the parameters right after
 it, in the same memory, and sends them back. Every leaf is exchanged in its own
 shape, so that it is not copied.
+
+Most optimizers are element-wise: they update every element of a parameter from
+the same element of its gradient and slots. Clipping by the global norm, LAMB
+and factored second moments are not. The jaxpr of an update says which it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core as jax_core
 import jax.numpy as jnp
+import numpy as np
 
+from flaxshard.core import jaxprs
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.wrappers import elementwise
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
+# A barrier has several results, each of one of its inputs.
+_ELEMENTWISE = jaxprs.ELEMENTWISE | {"optimization_barrier"}
+# Primitives that compute what the equations of their programs compute.
+_FOLLOWED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"cond"}
 # Instead of the dimension in which a leaf is split: every replica has all of it
 # and makes the same updates.
 WHOLE = -1
@@ -80,14 +91,12 @@ def commit_sequentially(
   # Decided for the shapes on one logical device: an update may depend on them.
   own = jax.tree.map(_shape_on_device, (center, grads), specs)
   dims = jax.tree.map(_choose_dim, own)
-  parts = jax.tree.map(_part_of, own, dims)
-  is_elementwise = elementwise.is_elementwise(
-    update, (center, grads, shared), (*parts, shared)
-  )
-  if not is_elementwise:
+  parts = jax.eval_shape(lambda x: jax.tree.map(_own_part, x, dims), own)
+  is_split = is_elementwise(update, (center, grads, shared), (*parts, shared))
+  if not is_split:
     dims = jax.tree.map(lambda _: WHOLE, dims)
   commit: Callable[..., Any] = functools.partial(_apply_commits, update, dims)
-  if is_elementwise and any(jax.tree.leaves(specs)):
+  if is_split and any(jax.tree.leaves(specs)):
     # So that a device exchanges its shard with the same device of the other
     # replicas.
     mesh: Any = jax.sharding.get_abstract_mesh()
@@ -126,19 +135,11 @@ def _apply_commits(
     k: jax.Array, carry: tuple[ModelState, PyTree]
   ) -> tuple[ModelState, PyTree]:
     part, received = carry
-    commit = jax.tree.map(
-      lambda x, g, dim: _read(x, dim, k).astype(g.dtype),
-      received,
-      grads,
-      grad_dims,
-    )
-    part = update(part, commit, shared)
-    return part, jax.tree.map(
-      lambda x, p, dim: _write(x, dim, k, p),
-      received,
-      _pick(part.params, grads),
-      grad_dims,
-    )
+    read = lambda x, g, dim: _read(x, dim, k).astype(g.dtype)
+    part = update(part, jax.tree.map(read, received, grads, grad_dims), shared)
+    write = lambda x, p, dim: _write(x, dim, k, p)
+    new = _pick(part.params, grads)
+    return part, jax.tree.map(write, received, new, grad_dims)
 
   old = _pick(center.params, grads)
   received = jax.tree.map(_send, grads, old, grad_dims)
@@ -146,13 +147,13 @@ def _apply_commits(
   part, received = jax.lax.fori_loop(
     0, replica_context.num_replicas(), apply_commit, (part, received)
   )
-  new = jax.tree.map(_gather, _pick(part.params, grads), old, grad_dims)
-  slots = jax.tree.map(
-    _gather, part.opt_state, center.opt_state, center_dims.opt_state
-  )
+  new = ModelState(_pick(part.params, grads), part.opt_state)
+  old_center = ModelState(old, center.opt_state)
+  center_dims = ModelState(grad_dims, center_dims.opt_state)
+  new = jax.tree.map(_gather, new, old_center, center_dims)
   local = jax.tree.map(_send_back, received, old, grad_dims)
   merge = functools.partial(parameter_groups.merge, center.params)
-  return ModelState(merge(new), slots), merge(local)
+  return new._replace(params=merge(new.params)), merge(local)
 
 
 def _pick(tree: PyTree, grads: PyTree) -> PyTree:
@@ -185,14 +186,6 @@ def _part_size(x: Any, dim: int) -> int:
   return -(-x.shape[dim] // replica_context.num_replicas())
 
 
-def _part_of(x: Any, dim: int) -> jax.ShapeDtypeStruct:
-  """Returns shape and dtype of a part."""
-  shape = list(x.shape)
-  if dim != WHOLE:
-    shape[dim] = _part_size(x, dim)
-  return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
 def _pad(x: jax.Array, dim: int) -> jax.Array:
   """Appends zeros, so that all parts have the same size."""
   size = _part_size(x, dim) * replica_context.num_replicas()
@@ -212,7 +205,7 @@ def _gather(part: jax.Array, old: jax.Array, dim: int) -> jax.Array:
   if dim == WHOLE:
     return part
   new = jax.lax.all_gather(part, mesh_lib.REPLICA, axis=dim, tiled=True)
-  return _copy_result(jax.lax.slice_in_dim(new, 0, old.shape[dim], axis=dim))
+  return _without_padding(new, old, dim)
 
 
 def _send(g: jax.Array, p: jax.Array, dim: int) -> jax.Array:
@@ -227,8 +220,7 @@ def _send_back(received: jax.Array, old: jax.Array, dim: int) -> jax.Array:
   received = received.astype(old.dtype)
   if dim == WHOLE:
     return received
-  new = _exchange(received, dim)
-  return _copy_result(jax.lax.slice_in_dim(new, 0, old.shape[dim], axis=dim))
+  return _without_padding(_exchange(received, dim), old, dim)
 
 
 def _exchange(x: jax.Array, dim: int) -> jax.Array:
@@ -259,16 +251,103 @@ def _write(
   return jax.lax.dynamic_update_slice_in_dim(received, part, start, dim)
 
 
-def _copy_result(x: jax.Array) -> jax.Array:
-  """Returns `x`, the result of a collective; on TPU from another operation.
+def _without_padding(x: jax.Array, old: jax.Array, dim: int) -> jax.Array:
+  """Returns the result of a collective in the shape of the old leaf.
 
   The TPU compiler (libtpu 0.0.42) keeps the result of a collective in memory of
   its own. As the result of a conditional's branch, it would be copied into the
   memory of the state, and so would be the old state, also in the steps that do
-  not take this branch.
+  not take this branch. So on TPU another operation returns it.
   """
+  x = jax.lax.slice_in_dim(x, 0, old.shape[dim], axis=dim)
   # Behind the barrier XLA does not see that the condition is True.
   select = lambda x: jnp.where(
     jax.lax.optimization_barrier(jnp.array(True)), x, jnp.zeros_like(x)
   )
   return jax.lax.platform_dependent(x, tpu=select, default=lambda x: x)
+
+
+# -- Whether an update is element-wise.
+
+
+def is_elementwise(
+  fn: Callable[..., PyTree], args: Sequence[PyTree], parts: Sequence[PyTree]
+) -> bool:
+  """Returns whether `fn` of parts of its arguments gives that part of `fn`.
+
+  `fn` is traced with the whole arguments and with the parts. The two programs
+  are then compared equation by equation. A function that cannot be decided
+  counts as not element-wise.
+
+  Args:
+    fn: A function that returns a tree like its first argument.
+    args: Its arguments, trees of arrays.
+    parts: The same trees with a part of each array, or its shape and dtype. An
+      array of the same shape in both is not split.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> args, parts = (jnp.ones((4, 3)),), (jnp.ones((2, 3)),)
+    >>> is_elementwise(jnp.sqrt, args, parts)
+    True
+    >>> is_elementwise(lambda x: x / x.sum(), args, parts)
+    False
+  """
+  whole = jax.make_jaxpr(fn)(*args)
+  try:
+    part = jax.make_jaxpr(fn)(*parts)
+  except Exception:
+    # An optimizer may raise any error for a state of other shapes.
+    return False
+  if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
+    # A value that `fn` captures from an outer trace: it may be per replica.
+    return False
+  return _same_values(whole.consts, part.consts) and all(
+    a is not None and b is not None and _agree(a, b)
+    for a, b in itertools.zip_longest(
+      jaxprs.equations(whole), jaxprs.equations(part)
+    )
+  )
+
+
+def _agree(eqn: Any, twin: Any) -> bool:
+  """Returns whether an equation gives its twin's part of its result.
+
+  Args:
+    eqn: An equation of the whole arrays.
+    twin: That of the parts. A value of another shape there is split.
+  """
+  name, params = eqn.primitive.name, _semantics(eqn.params)
+  # Literals differ where they follow from a shape: x / x.shape[0].
+  if eqn.primitive is not twin.primitive or not _same_values(
+    _literals(eqn), _literals(twin)
+  ):
+    return False
+  if name in _FOLLOWED:
+    # A program that JAX does not show here is not known.
+    return any(True for _ in jax_core.jaxprs_in_params(eqn.params))
+  if any(map(_is_split, eqn.invars, twin.invars)):
+    return name in _ELEMENTWISE and params == _semantics(twin.params)
+  if any(map(_is_split, eqn.outvars, twin.outvars)):
+    # All elements are equal, so a part of them fits any part.
+    return name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
+  # An axis_index depends on the replica.
+  return name != "axis_index" and params == _semantics(twin.params)
+
+
+def _is_split(x: Any, y: Any) -> bool:
+  return x.aval.shape != y.aval.shape
+
+
+def _semantics(params: dict[str, Any]) -> dict[str, str]:
+  """Returns the parameters of an equation that affect its values."""
+  return {k: str(v) for k, v in params.items() if k != "sharding"}
+
+
+def _literals(eqn: Any) -> list[Any]:
+  """Returns the constants in the inputs of an equation."""
+  return [x.val for x in eqn.invars if isinstance(x, jax_core.Literal)]
+
+
+def _same_values(some: Sequence[Any], others: Sequence[Any]) -> bool:
+  return len(some) == len(others) and all(map(np.array_equal, some, others))

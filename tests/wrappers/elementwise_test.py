@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from flaxshard.wrappers import elementwise
+from flaxshard.wrappers import agn_sequential
 
 PARAMS = {"w": jnp.ones((8, 3)), "b": jnp.ones(16), "scalar": jnp.ones(())}
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 5, 50)
@@ -25,7 +25,7 @@ def matrices(params):
 
 def is_elementwise(fn, *args):
   """Decides for arguments of which each device has a half."""
-  return elementwise.is_elementwise(fn, args, jax.tree.map(half, args))
+  return agn_sequential.is_elementwise(fn, args, jax.tree.map(half, args))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_functions(fn, wanted):
 def test_parts_along_different_dimensions_do_not_combine(parts, wanted):
   x = jnp.ones((4, 4))
   parts = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in parts]
-  assert elementwise.is_elementwise(jnp.add, (x, x), parts) == wanted
+  assert agn_sequential.is_elementwise(jnp.add, (x, x), parts) == wanted
 
 
 def test_an_unsplit_output_must_not_depend_on_a_part():
