@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 from typing import Any, TypeVar
 
@@ -134,10 +134,8 @@ class Optimizer(nnx.Optimizer[M]):
 
     super().__init__(model, tx, wrt=wrt, graph=graph)
     self.wrappers = nnx.static(wrappers)
-    params, others = self._split(model)
-    states = stack.init(
-      wrappers, params, tx, {"variables": others}, num_replicas
-    )
+    params = self._params(model)
+    states = stack.init(wrappers, params, tx, num_replicas=num_replicas)
     # Only arrays of their own: they would be donated twice.
     self.wrapper_states = nnx.data(
       jax.tree.map(lambda x: WrapperState(jnp.copy(x)), states)
@@ -214,7 +212,7 @@ class Optimizer(nnx.Optimizer[M]):
       self.tx,
       self.wrappers,
       nnx.as_pure(self.wrapper_states),
-      self._split(model)[0],
+      self._params(model),
       pure_loss,
       has_aux=True,
     )
@@ -260,7 +258,7 @@ class Optimizer(nnx.Optimizer[M]):
     if not self.wrappers:
       return super().update(model, grads, **kwargs)
     optimizer_update.check_extra(self.tx, kwargs)
-    params, _ = self._split(model)
+    params = self._params(model)
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     # A value of another shape, such as one more sown value, has no old one.
     before = [
@@ -314,7 +312,7 @@ class Optimizer(nnx.Optimizer[M]):
       >>> average = nnx.clone(model)
       >>> nnx.update(average, optimizer.eval_params(model))
     """
-    params, _ = self._split(model)
+    params = self._params(model)
     states = stack.local_states(self.wrappers, nnx.as_pure(self.wrapper_states))
     return stack.params(self.wrappers, states, params, "eval")
 
@@ -355,7 +353,12 @@ class Optimizer(nnx.Optimizer[M]):
       flat |= dict(zip(places, jax.tree.leaves(part), strict=True))
     fields = traverse_util.unflatten_dict(flat)
     if self.wrappers:
-      fields["wrapper_states"] = _with_string_keys(self.wrapper_states)
+      collections = {k: v for k, v in fields.items() if k != "params"}
+      # AGN has those of each replica, of which there is one.
+      fields["wrapper_states"] = _with_collections(
+        _with_string_keys(self.wrapper_states),
+        jax.tree.map(lambda x: jnp.expand_dims(x, 0), collections),
+      )
     own = dict(
       step=self.step[...].astype(jnp.int32),
       apply_fn=None,
@@ -376,7 +379,8 @@ class Optimizer(nnx.Optimizer[M]):
       ValueError: The state is one of another module, optimizer or wrappers.
     """
     variables_lib.update(model, state, wrt=self.wrt)
-    self._assign(state.step, state.opt_state, dict(state.wrapper_states))
+    states = _with_collections(state.wrapper_states, {})
+    self._assign(state.step, state.opt_state, states)
 
   def _assign(
     self, step: Any, opt_state: PyTree, wrapper_states: PyTree
@@ -387,10 +391,21 @@ class Optimizer(nnx.Optimizer[M]):
       (step, opt_state, wrapper_states),
     )
 
-  def _split(self, model: Any) -> tuple[PyTree, PyTree]:
-    """Returns the parameters and the other arrays of a module."""
-    params, others = nnx.state(model, self.wrt, ..., graph=self.graph)
-    return nnx.as_pure(params), nnx.as_pure(others)
+  def _params(self, model: Any) -> PyTree:
+    """Returns the parameters of a module that are trained."""
+    return nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
+
+
+def _with_collections(
+  states: Mapping[str, PyTree], collections: dict[str, PyTree]
+) -> dict[str, PyTree]:
+  """Returns the wrappers' states, of which some keep the collections."""
+  return {
+    name: state._replace(collections=collections)
+    if stack.keeps_collections(state)
+    else state
+    for name, state in states.items()
+  }
 
 
 def _with_string_keys(tree: PyTree) -> PyTree:
