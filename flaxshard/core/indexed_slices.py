@@ -184,19 +184,14 @@ class IndexedSlices:
     # A stable sort: rows of one number are added in the order that they have.
     order = jnp.argsort(indices, stable=True)
     indices = indices[order]
-    is_first = jnp.concatenate(
-      [jnp.ones(1, bool)[: indices.size], indices[1:] != indices[:-1]]
-    )
-    position = jnp.cumsum(is_first) - 1
+    position = jnp.cumsum(jnp.diff(indices, prepend=indices[:1]) != 0)
     is_row = (indices < rows).reshape(-1, *[1] * (self.ndim - 1))
     values = jnp.where(is_row, self.values[order], 0)
     return IndexedSlices(
       jnp.full(size, rows, indices.dtype)
       .at[position]
       .set(indices, mode="drop", indices_are_sorted=True),
-      jnp.zeros((size, *self.dense_shape[1:]), self.dtype)
-      .at[position]
-      .add(values, mode="drop", indices_are_sorted=True),
+      jax.ops.segment_sum(values, position, size, indices_are_sorted=True),
       self.dense_shape,
       is_unique=True,
     )

@@ -211,8 +211,7 @@ class SparseRows(_WithAttributes):
     patterns: The patterns of the tables.
     semantics: `"lazy"` or `"tf"`.
     argument: The name of the patterns, for errors.
-    parts: The number of parts into which devices split the rows of a parameter,
-      by path. Others are not split.
+    shardings: Those of the parameters whose rows a mesh splits, by path.
   """
 
   function = "sparse_rows"
@@ -220,7 +219,7 @@ class SparseRows(_WithAttributes):
   patterns: tuple[str, ...]
   semantics: str
   argument: str
-  parts: Mapping[trees.Path, int]
+  shardings: Mapping[trees.Path, jax.sharding.NamedSharding]
 
 
 def _check_order(function: str, tx: Any, *outer: type[_WithAttributes]) -> None:

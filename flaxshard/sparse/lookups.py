@@ -91,19 +91,20 @@ def value_and_grad(
   taps = [jnp.zeros(shape, leaves[i].dtype) for i, shape in found]
   (value, (aux, used)), (grads, rows) = differentiate(tapped, (others, taps))
   for i in tables:
-    shape, dtype = leaves[i].shape, leaves[i].dtype
-    indices = [jnp.zeros(0, _index_dtype(shape[0]))]
-    values = [jnp.zeros((0, *shape[1:]), dtype)]
-    # As a backward pass has them: the last lookup first.
-    for k, (table, _) in reversed([*enumerate(found)]):
-      if table == i:
-        indices.append(used[k])
-        values.append(rows[k].astype(dtype))
-    grads[i] = IndexedSlices(
-      jnp.concatenate(indices), jnp.concatenate(values), shape
-    )
+    grads[i] = _no_rows(leaves[i])
+  # As a backward pass has them: the last lookup first.
+  for (i, _), indices, g in reversed([*zip(found, used, rows, strict=True)]):
+    x = leaves[i]
+    grads[i] += IndexedSlices(indices, g.astype(x.dtype), x.shape)
   new = [grads[i] for i in range(len(leaves))]
   return (value, aux), jax.tree.unflatten(treedef, new)
+
+
+def _no_rows(table: Any) -> IndexedSlices:
+  """Returns the gradient of a table of which no row is looked up."""
+  indices = jnp.zeros(0, _index_dtype(table.shape[0]))
+  values = jnp.zeros((0, *table.shape[1:]), table.dtype)
+  return IndexedSlices(indices, values, table.shape)
 
 
 def _describe_dense(path: str, eqn: Any) -> str:
@@ -137,13 +138,11 @@ class _Table:
 
   Attributes:
     leaf: The parameter.
-    whole: Returns the whole array.
-    rows: Returns the rows of a lookup, `[n, ...]`.
+    rows: Returns the rows of a lookup, `[n, ...]`, or all rows for None.
   """
 
   leaf: int
-  whole: Callable[[], jax.Array]
-  rows: Callable[[_Lookup], jax.Array]
+  rows: Callable[[_Lookup | None], jax.Array]
 
 
 class _Evaluation:
@@ -168,18 +167,20 @@ class _Evaluation:
       self._table(i, x) if i in tables else x for i, x in enumerate(leaves)
     ]
     outputs = self._evaluate(program.jaxpr, program.consts, inputs, [0])
-    return [_whole(x) for x in outputs]
+    return [_take(x, None) for x in outputs]
 
   def _table(self, leaf: int, array: jax.Array) -> _Table:
 
-    def rows(lookup: _Lookup) -> jax.Array:
+    def rows(lookup: _Lookup | None) -> jax.Array:
+      if lookup is None:
+        return array
       values = _take(array, lookup)
       self.lookups.append((leaf, lookup.used, values))
       if self.taps is not None:
         values = _attach(values, next(self.taps))
       return values
 
-    return _Table(leaf, lambda: array, rows)
+    return _Table(leaf, rows)
 
   def _evaluate(
     self,
@@ -217,7 +218,7 @@ class _Evaluation:
         program.effects,
         program.debug_info,
       )
-      args = [_whole(read(x)) for x in piece.invars]
+      args = [_take(read(x), None) for x in piece.invars]
       run = jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(piece, ()))
       values.update(zip(piece.outvars, run(*args), strict=True))
 
@@ -304,15 +305,11 @@ def _follow(eqn: Any, args: Sequence[Any]) -> Any:
   return _OPERATIONS[name](eqn, *args)
 
 
-def _whole(x: Any) -> Any:
-  return x.whole() if isinstance(x, _Table) else x
-
-
-def _take(x: Any, lookup: _Lookup) -> Any:
-  """Returns the rows of a table, or of an array beside it."""
+def _take(x: Any, lookup: _Lookup | None) -> Any:
+  """Returns rows, of all for None, of a table or of an array beside it."""
   if isinstance(x, _Table):
     return x.rows(lookup)
-  if not np.ndim(x):
+  if lookup is None or not np.ndim(x):
     return x
   rows = x.at[lookup.read].get(mode="clip")
   # Where JAX drops the gradient of the table's row, it drops this one too.
@@ -326,7 +323,6 @@ def _elementwise(eqn: Any, args: Sequence[Any]) -> _Table | None:
   apply = functools.partial(eqn.primitive.bind, **eqn.params)
   return _Table(
     next(x.leaf for x in args if isinstance(x, _Table)),
-    lambda: apply(*map(_whole, args)),
     lambda lookup: apply(*(_take(x, lookup) for x in args)),
   )
 
@@ -340,11 +336,12 @@ def _reshape(eqn: Any, table: _Table) -> _Table | None:
   is_squeeze = eqn.primitive.name == "squeeze"
   if not new or old[0] != new[0] or (0 in dims if is_squeeze else dims):
     return None
-  return _Table(
-    table.leaf,
-    lambda: table.whole().reshape(new),
-    lambda lookup: table.rows(lookup).reshape(-1, *new[1:]),
-  )
+
+  def rows(lookup: _Lookup | None) -> jax.Array:
+    old_rows = table.rows(lookup)
+    return old_rows.reshape(len(old_rows), *new[1:])
+
+  return _Table(table.leaf, rows)
 
 
 def _scatter(
@@ -364,15 +361,16 @@ def _scatter(
     indices, dims.scatter_dims_to_operand_dims, eqn.params["mode"], shape[0]
   ).used
 
-  def whole() -> jax.Array:
-    return eqn.primitive.bind(table.whole(), indices, updates, **eqn.params)
-
-  def rows(lookup: _Lookup) -> jax.Array:
+  def rows(lookup: _Lookup | None) -> jax.Array:
+    old = table.rows(None)
+    whole: jax.Array = eqn.primitive.bind(old, indices, updates, **eqn.params)
+    if lookup is None:
+      return whole
     new = table.rows(lookup)
     is_gone = jnp.isin(lookup.read, gone).reshape(-1, *[1] * (new.ndim - 1))
-    return jnp.where(is_gone, _take(whole(), lookup), new)
+    return jnp.where(is_gone, _take(whole, lookup), new)
 
-  return _Table(table.leaf, whole, rows)
+  return _Table(table.leaf, rows)
 
 
 def _gather(eqn: Any, table: _Table, indices: jax.Array) -> jax.Array | None:
@@ -394,27 +392,19 @@ def _gather(eqn: Any, table: _Table, indices: jax.Array) -> jax.Array | None:
   return rows.transpose(sorted(range(len(shape)), key=order.__getitem__))
 
 
-def _slice(eqn: Any, table: _Table) -> jax.Array | None:
-  shape, params = eqn.invars[0].aval.shape, eqn.params
-  start, limit = params["start_indices"], params["limit_indices"]
-  strides = params["strides"] or (1,) * len(shape)
-  rows = np.arange(start[0], limit[0], strides[0])
+def _slice(eqn: Any, table: _Table, *starts: jax.Array) -> jax.Array | None:
+  """Takes a `slice`, or with `starts` a `dynamic_slice`, of whole rows."""
+  shape, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
   # A slice of most rows is no lookup.
-  if eqn.outvars[0].aval.shape[1:] != shape[1:] or 2 * len(rows) > shape[0]:
+  if new[1:] != shape[1:] or (not starts and 2 * new[0] > shape[0]):
     return None
-  indices = jnp.asarray(rows, _index_dtype(shape[0]))
-  return table.rows(_Lookup(indices, indices))
-
-
-def _dynamic_slice(
-  eqn: Any, table: _Table, start: jax.Array, *_: Any
-) -> jax.Array | None:
-  shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
-  if tuple(sizes[1:]) != shape[1:]:
-    return None
-  # As JAX does, it moves a slice that would end outside.
-  start = jnp.clip(_wide(start), 0, shape[0] - sizes[0])
-  indices = start.astype(_index_dtype(shape[0])) + jnp.arange(sizes[0])
+  if starts:
+    # As JAX does, it moves a slice that would end outside.
+    start, step = jnp.clip(_wide(starts[0]), 0, shape[0] - new[0]), 1
+  else:
+    start = jnp.asarray(eqn.params["start_indices"][0])
+    step = (eqn.params["strides"] or [1])[0]
+  indices = (start + step * jnp.arange(new[0])).astype(_index_dtype(shape[0]))
   return table.rows(_Lookup(indices, indices))
 
 
@@ -453,7 +443,7 @@ def _index_dtype(num_rows: int) -> Any:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-  "dynamic_slice": _dynamic_slice,
+  "dynamic_slice": _slice,
   "gather": _gather,
   "reshape": _reshape,
   "scatter": _scatter,

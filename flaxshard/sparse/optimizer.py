@@ -59,6 +59,7 @@ _OTHER_SLOTS = (
   optax.ScaleByLionState,
   optax.ScaleByRpropState,
 )
+_KNOWN = (*_SLOTLESS, *_TF_SLOTS, *_OTHER_SLOTS, optax.MaskedNode)
 
 
 def sparse_rows(
@@ -132,7 +133,9 @@ def sparse_rows(
   patterns = patterns_lib.check(argument, patterns)
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
-  semantics = checks.one_of("semantics", semantics, get_args(Semantics))
+  is_sparse = argument.endswith("sparse")
+  name = f"{argument}_semantics" if is_sparse else "semantics"
+  checks.one_of(name, semantics, get_args(Semantics))
   return _create(tx, patterns, semantics, argument, {})
 
 
@@ -141,7 +144,7 @@ def _create(
   patterns: tuple[str, ...],
   semantics: str,
   argument: str,
-  parts: row_update.Parts,
+  shardings: row_update.Shardings,
 ) -> SparseRows:
   """Returns the optimizer of `sparse_rows`.
 
@@ -150,7 +153,7 @@ def _create(
     patterns: The checked patterns.
     semantics: What happens to the rows that a step did not use.
     argument: Name of `patterns` for errors.
-    parts: See `SparseRows`.
+    shardings: See `SparseRows`.
   """
   inner = optax.with_extra_args_support(tx)
 
@@ -177,7 +180,7 @@ def _create(
       raise ValueError("sparse_rows: update needs params, got None.")
     whole, _ = _find_whole(tx, state, params, tables, semantics)
     updates = indexed_slices.to_dense(updates, keep=tables.keys() - whole)
-    return row_update.update(inner, updates, state, params, extra, parts)
+    return row_update.update(inner, updates, state, params, extra, shardings)
 
   created = SparseRows(
     init,
@@ -186,7 +189,7 @@ def _create(
     patterns=patterns,
     semantics=semantics,
     argument=argument,
-    parts=parts,
+    shardings=shardings,
   )
   return created
 
@@ -207,7 +210,7 @@ def _find_whole(
     The paths of these tables, and the reason, which is empty if there is none
     or if TensorFlow updates all of their rows, too.
   """
-  found: list[Any] = []
+  nodes: list[Any] = []
   treedef: Any = jax.tree.structure(params)
 
   def visit(node: Any) -> bool:
@@ -218,40 +221,41 @@ def _find_whole(
       jax.tree.leaves(node.inner_state, is_leaf=visit)
       return True
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-      found.append(node)
+      nodes.append(node)
     return False
 
+  def explain(reason: str, nodes: list[Any]) -> str:
+    names = sorted({type(node).__name__ for node in nodes})
+    return reason.format(", ".join(names)) if names else ""
+
   jax.tree.leaves(state, is_leaf=visit)
-  known = (*_SLOTLESS, *_TF_SLOTS, *_OTHER_SLOTS, optax.MaskedNode)
+  is_tf = semantics == "tf"
   no_kernel = "TensorFlow has no sparse kernel for {}"
-  unknown = {type(x).__name__ for x in found if not isinstance(x, known)}
+  unknown = [x for x in nodes if not isinstance(x, _KNOWN)]
   if unknown:
-    reason = "{} in the optimizer's state may mix rows"
-    reason = no_kernel if semantics == "tf" else reason
-    return list(tables), reason.format(", ".join(sorted(unknown)))
-  whole: dict[trees.Path, None] = {}
-  for node in found if semantics == "tf" else ():
-    if isinstance(node, _OTHER_SLOTS):
-      slots = row_update.slots_of(node, params, tables)
-      whole |= dict.fromkeys(path for path in slots if path is not None)
-      if not isinstance(node, optax.ScaleByAdamState):
-        unknown.add(type(node).__name__)
+    mixing = "{} in the optimizer's state may mix rows"
+    return list(tables), explain(no_kernel if is_tf else mixing, unknown)
+  others = [x for x in nodes if is_tf and isinstance(x, _OTHER_SLOTS)]
+  slots = row_update.slots_of(others, params, tables)
+  whole = [path for path in tables if path in slots]
   if len(whole) < len(tables):
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    shapes = tuple(tuple(min(n, 3) for n in jnp.shape(p)) for _, p in leaves)
-    is_table = tuple(path in tables for path, _ in leaves)
-    reason = _try_rows(tx, treedef, shapes, is_table)
+    shapes = tuple(
+      (path, tuple(min(n, 3) for n in jnp.shape(p)))
+      for path, p in jax.tree_util.tree_leaves_with_path(params)
+    )
+    reason = _try_rows(tx, treedef, shapes, tuple(tables))
     if reason:
       return list(tables), reason
-  return list(whole), no_kernel.format(", ".join(unknown)) if unknown else ""
+  without = [x for x in others if not isinstance(x, optax.ScaleByAdamState)]
+  return whole, explain(no_kernel, without)
 
 
 @functools.lru_cache(maxsize=16)
 def _try_rows(
   tx: Any,
   treedef: Any,
-  shapes: tuple[tuple[int, ...], ...],
-  is_table: tuple[bool, ...],
+  shapes: tuple[tuple[trees.Path, tuple[int, ...]], ...],
+  tables: tuple[trees.Path, ...],
 ) -> str:
   """Tries an optimizer on small tables, with and without an unused row.
 
@@ -261,8 +265,8 @@ def _try_rows(
   Args:
     tx: The optimizer.
     treedef: The structure of the parameters.
-    shapes: Small shapes, one for each parameter.
-    is_table: Which of them are tables.
+    shapes: Path and small shape of each parameter.
+    tables: The paths of the tables.
 
   Returns:
     Why it has to update whole tables, or an empty string.
@@ -271,11 +275,12 @@ def _try_rows(
 
   def run(rows: int, step: jax.Array, scale: jax.Array) -> list[jax.Array]:
     params, grads = [], []
-    for shape, table in zip(shapes, is_table, strict=True):
-      shape = (3, *shape[1:]) if table else shape
+    for path, shape in shapes:
+      is_table = path in tables
+      shape = (3, *shape[1:]) if is_table else shape
       x = 1 + jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
-      params.append(x[:rows] if table else x)
-      grads.append(scale * (x.at[2].set(0)[:rows] if table else x))
+      params.append(x[:rows] if is_table else x)
+      grads.append(scale * (x.at[2].set(0)[:rows] if is_table else x))
     params, grads = treedef.unflatten(params), treedef.unflatten(grads)
     state = jax.tree.map(
       lambda x: jnp.full_like(x, step) if jnp.result_type(x) == "int32" else x,
@@ -283,26 +288,21 @@ def _try_rows(
     )
     new = tx.update(grads, state, params, value=scale, grad=grads)
     # Slots too: Adam's first update does not depend on the gradient's size.
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    tables = [path for (path, _), t in zip(leaves, is_table, strict=True) if t]
-    slots = [
-      x for tree in new for x in row_update.slots_of(tree, params, tables)
-    ]
-    new = zip(jax.tree.leaves(new), slots, strict=True)
-    return [x[:2] for x, path in new if path is not None]
+    slots = row_update.slots_of(new, params, tables)
+    found = zip(jax.tree.leaves(new), slots, strict=True)
+    return [x[:2] for x, table in found if table is not None]
 
   # Schedules may begin or end with 0, and some gradients are not clipped.
-  trials = np.meshgrid([1, 100, 10_000, 1_000_000], [1e-3, 1e3])
+  trials = map(np.ravel, np.meshgrid([1, 100, 10_000, 1_000_000], [1e-3, 1e3]))
+  # XLA drops the updates of other parameters.
+  compare = jax.jit(
+    lambda *trials: [
+      jax.vmap(functools.partial(run, rows))(*trials) for rows in (2, 3)
+    ]
+  )
   try:
     with jax.ensure_compile_time_eval():
-      # XLA drops the updates of other parameters.
-      less, more = jax.device_get(
-        jax.jit(
-          lambda *trials: [
-            jax.vmap(functools.partial(run, rows))(*trials) for rows in (2, 3)
-          ]
-        )(*(jnp.ravel(x) for x in trials))
-      )
+      less, more = jax.device_get(compare(*map(jnp.asarray, trials)))
   except Exception as e:  # whatever tx raises
     return f"the optimizer fails on small arrays ({type(e).__name__}: {e})"
   # Another norm differs by 20 % or more; bfloat16 rounds by less than 1 %.
@@ -312,7 +312,7 @@ def _try_rows(
   return "the optimizer's update of a row depends on other rows"
 
 
-def with_parts(tx: Any, params: PyTree) -> Any:
+def with_shardings(tx: Any, params: PyTree) -> Any:
   """Returns an optimizer that knows how the rows of its tables are split.
 
   Args:
@@ -321,11 +321,11 @@ def with_parts(tx: Any, params: PyTree) -> Any:
   """
   if not isinstance(tx, SparseRows):
     return tx
-  parts = row_update.parts_of(params)
-  if parts == tx.parts:
+  shardings = row_update.split_over_devices(params)
+  if shardings == tx.shardings:
     return tx
   # A new object: JAX compares optimizers by their functions.
-  return _create(tx.inner, tx.patterns, tx.semantics, tx.argument, parts)
+  return _create(tx.inner, tx.patterns, tx.semantics, tx.argument, shardings)
 
 
 def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:
@@ -337,14 +337,12 @@ def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:
     semantics: See `sparse_rows`.
     prefix: What precedes the names of the arguments in errors.
   """
-  sparse = patterns_lib.check(f"{prefix}sparse", sparse)
-  name = f"{prefix}sparse_semantics"
-  semantics = checks.one_of(name, semantics, get_args(Semantics))
   if sparse:
     return sparse_rows(tx, sparse, semantics, argument=f"{prefix}sparse")
   if semantics != "lazy":
     raise ValueError(
-      f"{name}={semantics!r} needs {prefix}sparse, the patterns of the tables."
+      f"{prefix}sparse_semantics={semantics!r} needs {prefix}sparse, the "
+      "patterns of the tables."
     )
   return tx
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import functools
 from typing import Any
 
@@ -15,13 +15,14 @@ from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 
 PyTree = Any
 Path = trees.Path
-# Into how many parts a mesh splits the rows of a table: numbers above 1.
-Parts = Mapping[Path, int]
+# Of the tables whose rows a mesh splits.
+Shardings = Mapping[Path, jax.sharding.NamedSharding]
 Tables = Mapping[Path, IndexedSlices]
 
 
@@ -31,7 +32,7 @@ def update(
   opt_state: PyTree,
   params: PyTree,
   extra: Mapping[str, Any],
-  created: Parts,
+  shardings: Shardings,
 ) -> tuple[PyTree, PyTree]:
   """Returns the updates and the next state of an optimizer, row by row.
 
@@ -41,16 +42,16 @@ def update(
     opt_state: The state of `tx`.
     params: The parameters.
     extra: Extra arguments of the update.
-    created: The parts of the parameters when the state was created.
+    shardings: Those of the tables whose rows a mesh splits. In a trace of the
+      whole batch JAX does not know them.
 
   Returns:
     `(updates, opt_state)`, with rows in `updates` where the gradients have
     rows.
   """
-  parts = _current_parts(params, created)
   updates = gradients.deduplicate(updates)
   tables = {
-    path: x.split(parts.get(path, 1))
+    path: x.split(_num_parts(shardings.get(path)))
     for path, x in indexed_slices.find(updates).items()
   }
   take = functools.partial(_map_rows, IndexedSlices.take_rows, params, tables)
@@ -129,38 +130,28 @@ def _map_rows(
 # -- Tables whose rows a mesh splits.
 
 
-def parts_of(params: PyTree) -> Parts:
-  """Returns into how many parts the rows of parameters are split.
+def split_over_devices(params: PyTree) -> Shardings:
+  """Returns the shardings of the parameters whose rows a mesh splits.
 
   Args:
     params: The parameters of a train state: arrays or `jax.ShapeDtypeStruct`s
       with their shardings. The paths are those that the optimizer knows.
   """
   optimized = gradients.optimized_params(params)
-  return _parts(
-    (path, x.sharding.spec, x.sharding.mesh.shape)
+  return {
+    path: x.sharding
     for path, x in jax.tree_util.tree_leaves_with_path(optimized)
     if isinstance(x.sharding, jax.sharding.NamedSharding)
-  )
-
-
-def _current_parts(params: PyTree, created: Parts) -> Parts:
-  """Returns the parts of the parameters that are being updated."""
-  # In a trace of the whole batch JAX knows the mesh, but not how its axes of
-  # type Auto split an array.
-  if replica_context.get_replica_context() is None:
-    return created
-  # Inside of `run` parameters that are split over replicas are whole.
-  specs = replica_context.specs_within(params)
-  sizes = jax.sharding.get_abstract_mesh().shape
-  return _parts(
-    (path, spec, sizes)
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs)
-  )
-
-
-def _parts(found: Iterable[tuple[Path, Any, Mapping[str, int]]]) -> Parts:
-  parts = {
-    path: specs_lib.parts(spec, 1, sizes)[0] for path, spec, sizes in found
+    and any(specs_lib.dims_of(x.sharding.spec, 1)[0])
   }
-  return {path: count for path, count in parts.items() if count > 1}
+
+
+def _num_parts(sharding: jax.sharding.NamedSharding | None) -> int:
+  """Returns into how many parts the rows of a table are split."""
+  if sharding is None:
+    return 1
+  sizes = dict(sharding.mesh.shape)
+  if replica_context.get_replica_context() is not None:
+    # Inside of `run` parameters that are split over replicas are whole.
+    sizes[mesh_lib.REPLICA] = 1
+  return specs_lib.parts(sharding.spec, 1, sizes)[0]
