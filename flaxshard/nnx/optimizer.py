@@ -192,6 +192,9 @@ class Optimizer(nnx.Optimizer[M]):
     trained, others = states
     before = dict(nnx.to_flat_state(others))
 
+    def is_same(a: Any, b: Any) -> bool:
+      return [*map(id, jax.tree.leaves(a))] == [*map(id, jax.tree.leaves(b))]
+
     def pure_loss(params: PyTree) -> tuple[Any, tuple[Any, nnx.State]]:
       differentiated = _with_arrays(trained, params)
       copies = nnx.merge(graphdef, differentiated, others, copy=True)
@@ -204,7 +207,7 @@ class Optimizer(nnx.Optimizer[M]):
       changed = [
         (path, x)
         for path, x in nnx.to_flat_state(nnx.state(copies))
-        if path not in known or not _is_same(x, known[path])
+        if path not in known or not is_same(x, known[path])
       ]
       return loss, (aux, nnx.from_flat_state(changed))
 
@@ -429,11 +432,6 @@ def _with_arrays(variables: nnx.State, tree: PyTree) -> nnx.State:
   )
   state: nnx.State = jax.tree.unflatten(jax.tree.structure(variables), leaves)
   return state
-
-
-def _is_same(a: Any, b: Any) -> bool:
-  old, new = jax.tree.leaves(a), jax.tree.leaves(b)
-  return len(old) == len(new) and all(map(lambda x, y: x is y, old, new))
 
 
 def _shapes(variable: Any) -> list[tuple[int, ...]]:

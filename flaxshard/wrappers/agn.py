@@ -301,23 +301,16 @@ class AGN(base.Base):
     )
     # A wrapper inside, such as LossScale, may have skipped the step.
     applied = local.step != target.step
-    new_state = self._accumulate(state, local, grads, applied)
-    new_target = local._replace(
-      params=target.params, opt_state=target.opt_state
-    )
+    state = self._accumulate(state, local, grads, applied)
+    target = local._replace(params=target.params, opt_state=target.opt_state)
     if self.commits_to_store:
-      return new_target, new_state
-    is_due = applied & (new_state.local_step % self.communication_period == 0)
+      return target, state
+    is_due = applied & (state.local_step % self.communication_period == 0)
     # All collectives are in this conditional. Its predicate is replicated: a
     # per-replica one would become a select, with the collectives in every step.
+    commit = functools.partial(self._commit, grads, next)
     with jax.named_scope(COMMIT_SCOPE):
-      return base.cond(
-        is_due,
-        functools.partial(self._commit, grads, next),
-        lambda *given: given,
-        new_target,
-        new_state,
-      )
+      return base.cond(is_due, commit, lambda *given: given, target, state)
 
   def _accumulate(
     self, state: AGNState, local: base.Target, grads: PyTree, applied: jax.Array
