@@ -4,12 +4,12 @@ from flaxshard.tasks.adapted import adapt
 from flaxshard.tasks.apply import Apply
 from flaxshard.tasks.classification import Classification
 from flaxshard.tasks.classification import LanguageModeling
+from flaxshard.tasks.evaluation import Evaluation
 from flaxshard.tasks.load import BUILTIN
 from flaxshard.tasks.load import create
+from flaxshard.tasks.stream import Stream
 from flaxshard.tasks.task import Aux
 from flaxshard.tasks.task import Batch
-from flaxshard.tasks.task import Evaluation
-from flaxshard.tasks.task import Stream
 from flaxshard.tasks.task import Task
 
 __all__ = [

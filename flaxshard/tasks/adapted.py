@@ -130,25 +130,6 @@ class AdaptedTask:
         )
     return loss, aux
 
-  def update_metrics(
-    self,
-    metrics: clu_metrics.Collection,
-    values: Mapping[str, Any],
-    *,
-    mask: Any = None,
-  ) -> clu_metrics.Collection:
-    """Merges the metrics of a batch into those so far.
-
-    Args:
-      metrics: The metrics so far, of the task or of another collection.
-      values: `Aux.metrics`: the keyword arguments of
-        `single_from_model_output`.
-      mask: The mask of an evaluation batch, used if `values` has none.
-    """
-    if mask is not None:
-      values = {"mask": mask, **values}
-    return metrics.merge(type(metrics).single_from_model_output(**values))
-
   def abstract_inputs(
     self, batch: Mapping[str, Any]
   ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,6 +16,7 @@ from flaxshard.core import checks
 from flaxshard.data import sources
 from flaxshard.tasks import task as task_lib
 from flaxshard.tasks.apply import Apply
+from flaxshard.tasks.evaluation import Evaluation
 
 
 @flax.struct.dataclass
@@ -85,7 +86,7 @@ class Classification:
       values["mask"] &= rows
     return (losses * weights).sum() / total, task_lib.Aux(values, collections)
 
-  def evaluate(self, evaluation: task_lib.Evaluation) -> dict[str, float]:
+  def evaluate(self, evaluation: Evaluation) -> dict[str, float]:
     """Returns the means; warns if the model returns probabilities."""
     means = evaluation.means(EvalMetrics)
     # All of them: logits do not come to exactly 1 by chance.

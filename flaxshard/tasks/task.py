@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from clu import metrics as clu_metrics
 import flax
 import jax
 
-from flaxshard.state.train_state import TrainState
 from flaxshard.tasks.apply import Apply
 
 Batch = Mapping[str, jax.Array]
@@ -29,75 +28,6 @@ class Aux:
 
   metrics: Mapping[str, Any]
   collections: Mapping[str, Any] = flax.struct.field(default_factory=dict)
-
-
-class Evaluation(Protocol):
-  """Argument of `Task.evaluate`: an evaluation of a state.
-
-  Attributes:
-    state: The train state. Of replicas that differ, it is the first one.
-    step: The step that was just taken.
-    rng: A PRNG key, the same at every evaluation of a run.
-    apply_fn: Applies the model in evaluation mode; see `Apply`.
-  """
-
-  state: TrainState
-  step: int
-  rng: jax.Array
-  apply_fn: Apply
-
-  def batches(self) -> Iterator[Batch]:
-    """Iterates over the evaluation batches, on the devices.
-
-    `batch["mask"]`, bool `[batch]`, is False for padding.
-    """
-    ...
-
-  def means(
-    self, metrics: type[clu_metrics.Collection] | None = None
-  ) -> dict[str, float]:
-    """Returns the metrics of the loss over all evaluation batches.
-
-    Args:
-      metrics: Another collection of metrics than that of the task.
-    """
-    ...
-
-  def collect(self, function: Callable[..., Any]) -> Any:
-    """Returns what a function returns for all evaluation examples.
-
-    Args:
-      function: `function(apply_fn, params, batch)` returns a tree of arrays
-        `[batch, ...]`. It is compiled once, if every evaluation passes the same
-        function: one of a module, or a method of the task, such as `predict`.
-
-    Returns:
-      The tree, with NumPy arrays `[examples, ...]` of the examples of all
-      processes, in their order and without padding.
-    """
-    ...
-
-
-class Stream(Protocol):
-  """Argument of `Task.train_batches`: the state, the step and a PRNG key.
-
-  Attributes:
-    batch_size: Examples in a batch, over all replicas and processes.
-    step: The number of steps taken; not 0 in a run that is resumed.
-    rng: The PRNG key of the next batch. It depends on the seed and the step.
-  """
-
-  batch_size: int
-  step: int
-  rng: jax.Array
-
-  def state(self) -> TrainState:
-    """Returns the newest train state; of replicas that differ, the first one.
-
-    Read it anew for each batch: the next train step deletes its arrays. Of
-    several processes, all must call it.
-    """
-    ...
 
 
 class Task(Protocol):

@@ -270,19 +270,3 @@ def _use_virtual_devices(count: int) -> None:
       f"config.mesh.virtual_devices={count}: JAX has started with "
       f"{len(devices)} cpu devices already."
     )
-
-
-def replicate(strategy: Strategy, tree: Any) -> Any:
-  """Returns a tree of arrays, whole on every device of the strategy.
-
-  Args:
-    strategy: The strategy of the config.
-    tree: Arrays that are the same in all processes. They are not compared, so
-      that no process waits for another one.
-  """
-  replicated = jax.sharding.NamedSharding(
-    strategy.mesh, jax.sharding.PartitionSpec()
-  )
-  return jax.tree.map(
-    lambda x: mesh_lib.put(x, replicated, compare=False), tree
-  )

@@ -19,13 +19,13 @@ from flaxshard.core import multihost
 from flaxshard.processes import failures
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.tasks import evaluation as evaluation_lib
 from flaxshard.tasks import load as tasks_load
 from flaxshard.train import commits as commits_lib
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import endings
-from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import hooks as hooks_lib
 from flaxshard.train import load
 from flaxshard.train import preemption

@@ -27,9 +27,8 @@ from flaxshard.replicas.values import PerReplica
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import load
+from flaxshard.tasks.stream import Stream
 from flaxshard.train import creation as creation_lib
-from flaxshard.train import devices
-from flaxshard.train import rollouts
 from flaxshard.train import steps
 from flaxshard.train.devices import Rank
 
@@ -229,7 +228,7 @@ class Setup:
     values = jax.device_get(steps.init_progress(self.task, step))
     if self.config.mesh.per_replica:
       return self.strategy.distribute_values_from_function(lambda _: values)
-    return devices.replicate(self.strategy, values)
+    return self.replicate(values)
 
   @functools.cached_property
   def read_progress(self) -> Callable[[steps.Progress], steps.Progress]:
@@ -248,14 +247,26 @@ class Setup:
     if self.rank.worker_id and not self.config.mesh.per_replica:
       # Otherwise the steps fold the numbers of their replicas into it.
       key = jax.random.fold_in(key, self.rank.worker_id)
-    return devices.replicate(self.strategy, key)
+    return self.replicate(key)
+
+  def replicate(self, tree: Any) -> Any:
+    """Returns a tree of arrays, whole on every device.
+
+    Args:
+      tree: Arrays that are the same in all processes. They are not compared, so
+        that no process waits for another one.
+    """
+    replicated = jax.sharding.NamedSharding(self.strategy.mesh, P())
+    return jax.tree.map(
+      lambda x: mesh_lib.put(x, replicated, compare=False), tree
+    )
 
   # The data.
 
   def open_train_batches(self) -> Any:
     """Returns an iterator over the training batches, a context manager."""
     if self.task.train_batches is not None:
-      return rollouts.Rollouts(
+      return Stream(
         self.task,
         self.config.seed,
         self.arguments[BATCH],

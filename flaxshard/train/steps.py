@@ -82,9 +82,10 @@ def train_step(
     after = new_state.wrapper_states["accumulate"]
     applied |= after.num_batches != before.num_batches
   # A skipped step has no finite loss.
+  of_batch = task.metrics.single_from_model_output(**aux.metrics)
   metrics = jax.tree.map(
     lambda new, old: jnp.where(applied, new, old),
-    task.update_metrics(progress.metrics, aux.metrics),
+    progress.metrics.merge(of_batch),
     progress.metrics,
   )
   # Only the first bad step: later ones have parameters broken by it.
@@ -129,7 +130,9 @@ def eval_step(
       f"{batch['mask'].size}, and the padding of the last batch counts in "
       "them. Return arrays [batch]: the metrics take their mean."
     )
-  return task.update_metrics(metrics, aux.metrics, mask=batch["mask"])
+  # The task may have a mask of its own, say of tokens.
+  values = {"mask": batch["mask"], **aux.metrics}
+  return metrics.merge(type(metrics).single_from_model_output(**values))
 
 
 def combine_replicas(progress: Progress) -> Progress:

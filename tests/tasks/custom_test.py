@@ -25,10 +25,10 @@ from flaxshard import train
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.tasks import apply
+from flaxshard.tasks import evaluation
 from flaxshard.tasks import load
+from flaxshard.tasks.evaluation import check_numbers
 from flaxshard.train import config as config_lib
-from flaxshard.train import evaluation
-from flaxshard.train.evaluation import check_numbers
 
 _THIS = "custom_tasks"
 
@@ -415,9 +415,7 @@ def test_language_modeling_weights_tokens():
   assert float(loss) == pytest.approx(mean)
   batch["mask"] = np.array([True, False])
   _, aux = task.loss(apply_fn, {}, jax.tree.map(jnp.asarray, batch), {}, False)
-  metrics = task.update_metrics(
-    task.metrics.empty(), aux.metrics, mask=batch["mask"]
-  )
+  metrics = task.metrics.single_from_model_output(**aux.metrics)
   assert int(metrics.loss.count) == 2
   assert metrics.compute()["loss"] == pytest.approx(mean)
   assert metrics.compute()["accuracy"] == 0.5

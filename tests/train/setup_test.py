@@ -8,9 +8,9 @@ import pytest
 import tiny
 
 import flaxshard as fs
+from flaxshard.tasks import evaluation
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
-from flaxshard.train import evaluation
 from flaxshard.train import setup as setup_lib
 from flaxshard.train.devices import Rank
 

@@ -20,12 +20,12 @@ from flaxshard.tasks.adapted import AdaptedTask
 _STREAM = 2**31 - 2
 
 
-class Rollouts:
-  """Iterates over the batches of `Task.train_batches`.
+class Stream:
+  """Argument of `Task.train_batches`: the state, the step and a PRNG key.
 
-  It is also the argument of that method; see `flaxshard.tasks.Stream`. The
-  position is the number of steps. Restored, it calls the method again, which
-  begins at that step.
+  The training loop takes from it the batches that the method makes. Its
+  position in a checkpoint is the number of steps. Restored, it calls the method
+  again, which begins at that step.
 
   Args:
     task: The task.
@@ -35,8 +35,8 @@ class Rollouts:
       its own, of its share of `config.batch_size`.
 
   Attributes:
-    batch_size: Examples in a batch.
-    step: The number of steps taken.
+    batch_size: Examples in a batch, over all replicas and processes.
+    step: The number of steps taken; not 0 in a run that is resumed.
   """
 
   position_is_global = True
@@ -61,11 +61,15 @@ class Rollouts:
 
   @property
   def rng(self) -> jax.Array:
-    """The PRNG key of the next batch."""
+    """The PRNG key of the next batch. It depends on the seed and the step."""
     return jax.random.fold_in(self._key, self.step)
 
   def state(self) -> TrainState:
-    """Returns the newest train state; see `flaxshard.tasks.Stream`."""
+    """Returns the newest train state; of replicas that differ, the first one.
+
+    Read it anew for each batch: the next train step deletes its arrays. Of
+    several processes, all must call it.
+    """
     if self._newest_state is None:
       raise RuntimeError("stream.state() is there only while a batch is made.")
     return self._newest_state()
@@ -107,7 +111,7 @@ class Rollouts:
     """Goes on after the next batches, which are not made."""
     self.set_state({"step": self.step + count})
 
-  def __enter__(self) -> Rollouts:
+  def __enter__(self) -> Stream:
     """Returns itself."""
     return self
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 import dataclasses
 import functools
 import json
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from clu import metrics as clu_metrics
 import jax
@@ -19,33 +19,37 @@ from flaxshard.core import multihost
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
-from flaxshard.train import devices
-from flaxshard.train import setup as setup_lib
+from flaxshard.tasks.task import Batch
+
+if TYPE_CHECKING:
+  from flaxshard.train.setup import Setup
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluation:
-  """An evaluation of a state; see `flaxshard.tasks.Evaluation`.
+  """Argument of `Task.evaluate`: an evaluation of a state.
 
   Attributes:
-    setup: The setup of the config.
+    setup: What the training loop has set up from the config.
     state: The train state. Of replicas that differ, it is the first one.
     step: The step that was just taken.
     rng: A PRNG key, the same at every evaluation of a run.
   """
 
-  setup: setup_lib.Setup
+  setup: Setup
   state: TrainState
   step: int
   rng: jax.Array
 
   @property
   def apply_fn(self) -> apply.Apply:
-    """Applies the model in evaluation mode."""
+    """Applies the model in evaluation mode; see `Apply`."""
     return apply.apply_in(self.state, train=False, rngs=apply.Rngs(self.rng))
 
-  def batches(self) -> Iterator[Mapping[str, jax.Array]]:
+  def batches(self) -> Iterator[Batch]:
     """Iterates over the evaluation batches, on the devices.
+
+    `batch["mask"]`, bool `[batch]`, is False for padding.
 
     Raises:
       ValueError: There is no evaluation data.
@@ -67,7 +71,7 @@ class Evaluation:
     """
     setup = self.setup
     cls = setup.task.metrics if metrics is None else metrics
-    total = devices.replicate(setup.strategy, cls.empty())
+    total = setup.replicate(cls.empty())
     for i, batch in enumerate(self.batches()):
       total = setup.eval_step(self.state, total, batch, self.rng, np.int32(i))
       if setup.strategy.waits:
@@ -81,7 +85,12 @@ class Evaluation:
 
     Args:
       function: `function(apply_fn, params, batch)` returns a tree of arrays
-        `[batch, ...]`; see `flaxshard.tasks.Evaluation`.
+        `[batch, ...]`. It is compiled once, if every evaluation passes the same
+        function: one of a module, or a method of the task, such as `predict`.
+
+    Returns:
+      The tree, with NumPy arrays `[examples, ...]` of the examples of all
+      processes, in their order and without padding.
 
     Raises:
       ValueError: There is no evaluation data.
@@ -113,7 +122,7 @@ def _jit_with_mask(
 
 
 def evaluate(
-  setup: setup_lib.Setup, state: TrainState, step: int = 0
+  setup: Setup, state: TrainState, step: int = 0
 ) -> dict[str, float]:
   """Returns the metrics of the task's evaluation, as `eval_<name>`.
 
@@ -135,7 +144,7 @@ def evaluate(
       state.replace(params=state.eval_params)
     ),
     step=step,
-    rng=devices.replicate(setup.strategy, rng),
+    rng=setup.replicate(rng),
   )
   if task.evaluate is None:
     values = evaluation.means() if setup.has_eval_data else {}
@@ -148,7 +157,7 @@ def evaluate(
   return metrics
 
 
-def check_metrics(setup: setup_lib.Setup) -> None:
+def check_metrics(setup: Setup) -> None:
   """Raises if the evaluation will not have the metrics that a config names.
 
   Those of a task with an `evaluate` of its own are not known yet.
