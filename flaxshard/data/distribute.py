@@ -264,11 +264,11 @@ def distribute_datasets_from_function(
   # The function is called once: each iteration starts an epoch of its dataset.
   pipelines = sharding.pipelines(mesh)
   context = InputContext(
-    num_input_pipelines=len(pipelines),
-    input_pipeline_id=sharding.pipeline_id(mesh),
+    num_input_pipelines=len(pipelines.replicas),
+    input_pipeline_id=pipelines.index,
     num_replicas_in_sync=mesh.shape[mesh_lib.REPLICA],
   )
   # All pipelines feed equally many replicas.
   return DistributedDataset(
-    mesh, dataset_fn(context), joined=len(pipelines[0]), **options
+    mesh, dataset_fn(context), joined=len(pipelines.replicas[0]), **options
   )

@@ -63,7 +63,7 @@ class Padder:
   spec: PyTree = sharding.OVER_REPLICAS
 
   def __post_init__(self) -> None:
-    self._count = len(sharding.pipelines(self.mesh))
+    self._count = len(sharding.pipelines(self.mesh).replicas)
     if self.batch_size is not None:
       # Every pipeline passes the same number of rows.
       checks.integer("batch_size", self.batch_size, minimum=1)

@@ -26,68 +26,60 @@ Array = np.ndarray | jax.Array | jax.ShapeDtypeStruct
 OVER_REPLICAS = P(mesh_lib.REPLICA)
 
 
-# Cached: every batch needs the pipelines, and a mesh may have thousands of
-# devices.
-@functools.cache
-def _replicas_by_process(mesh: jax.sharding.Mesh) -> dict[int, tuple[int, ...]]:
-  """Returns the replicas of which each process has devices."""
-  axis = mesh.axis_names.index(mesh_lib.REPLICA)
-  replicas: dict[int, set[int]] = {}
-  for index, device in np.ndenumerate(mesh.devices):
-    replicas.setdefault(device.process_index, set()).add(index[axis])
-  return {p: tuple(sorted(r)) for p, r in sorted(replicas.items())}
-
-
-@functools.cache
-def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
-  """Returns the replicas that each input pipeline feeds.
+class Pipelines(NamedTuple):
+  """The input pipelines that feed the replicas of a mesh.
 
   Processes whose devices belong to the same replicas share a pipeline: each
   must read the same rows. Usually every process has a pipeline to itself.
 
+  Attributes:
+    replicas: For each pipeline the indices of its replicas, in order.
+    index: That of this process's pipeline.
+  """
+
+  replicas: tuple[tuple[int, ...], ...]
+  index: int
+
+
+# Cached: every batch needs them, and a mesh may have thousands of devices.
+@functools.cache
+def pipelines(mesh: jax.sharding.Mesh) -> Pipelines:
+  """Returns the input pipelines of a mesh.
+
   Args:
     mesh: A mesh with an axis `"replica"`.
 
-  Returns:
-    For each pipeline the indices of its replicas, in order.
-
   Raises:
-    ValueError: There is no axis `"replica"`, the processes have different
-      numbers of replicas, or two processes share only some of their replicas.
+    ValueError: There is no axis `"replica"`, no device of the mesh belongs to
+      this process, the processes have different numbers of replicas, or two
+      processes share only some of their replicas.
   """
   if mesh_lib.REPLICA not in mesh.axis_names:
     raise ValueError(
       f"mesh must have an axis 'replica', got the axes {mesh.axis_names}."
     )
+  num_replicas = mesh.shape[mesh_lib.REPLICA]
   if compile_only.is_compile_only(mesh):
     # This process, which has none of the devices, stands for all of theirs.
-    return (tuple(range(mesh.shape[mesh_lib.REPLICA])),)
-  by_process = _replicas_by_process(mesh)
+    return Pipelines((tuple(range(num_replicas)),), 0)
+  axis = mesh.axis_names.index(mesh_lib.REPLICA)
+  found: dict[int, set[int]] = {}
+  for index, device in np.ndenumerate(mesh.devices):
+    found.setdefault(device.process_index, set()).add(index[axis])
+  by_process = {p: tuple(sorted(r)) for p, r in sorted(found.items())}
   groups = sorted(set(by_process.values()))
   same_size = len({len(group) for group in groups}) == 1
   # Distinct groups that together have as many replicas as the mesh: disjoint.
-  disjoint = sum(map(len, groups)) == mesh.shape[mesh_lib.REPLICA]
+  disjoint = sum(map(len, groups)) == num_replicas
   if not same_size or not disjoint:
     raise ValueError(
       "mesh: processes must have equally many replicas, and two processes the "
       f"same replicas or none in common, got {by_process}."
     )
-  return tuple(groups)
-
-
-def pipeline_id(mesh: jax.sharding.Mesh) -> int:
-  """Returns the index of this process's input pipeline.
-
-  Raises:
-    ValueError: No device of the mesh belongs to this process.
-  """
-  if compile_only.is_compile_only(mesh):
-    return 0
   process = jax.process_index()
-  replicas = _replicas_by_process(mesh).get(process)
-  if replicas is None:
+  if process not in by_process:
     raise ValueError(f"mesh has no device of this process, {process}.")
-  return pipelines(mesh).index(replicas)
+  return Pipelines(tuple(groups), groups.index(by_process[process]))
 
 
 def pipeline_rows(mesh: jax.sharding.Mesh, batch_size: int) -> Sequence[int]:
@@ -108,8 +100,8 @@ def pipeline_rows(mesh: jax.sharding.Mesh, batch_size: int) -> Sequence[int]:
     [0, 1, 2, 3]
   """
   size = batch_size // mesh.shape[mesh_lib.REPLICA]
-  replicas = pipelines(mesh)[pipeline_id(mesh)]
-  return [r * size + row for r in replicas for row in range(size)]
+  replicas, index = pipelines(mesh)
+  return [r * size + row for r in replicas[index] for row in range(size)]
 
 
 class HostBatch(NamedTuple):

@@ -27,7 +27,6 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.processes import cluster
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.train import config as config_lib
 from flaxshard.wrappers.agn import AGN
 
 _log = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ def config_of_worker(config: Any, num_workers: int) -> Any:
     shares[path] = total if total == -1 else total // num_workers
   config = ml_collections.ConfigDict(config.to_dict())
   config.update_from_flattened_dict(shares)
-  return config_lib.check(config)
+  return config.lock()
 
 
 def find_rank(

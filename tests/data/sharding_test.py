@@ -107,8 +107,7 @@ def test_pipelines_group_replicas_by_process(
 ):
   mesh = mesh_of(processes, *names)
   assert sharding.pipeline_rows(mesh, 8) == rows
-  assert sharding.pipelines(mesh) == pipelines
-  assert sharding.pipeline_id(mesh) == pipeline_id
+  assert sharding.pipelines(mesh) == (pipelines, pipeline_id)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_processes_with_none_unequal_or_overlapping_replicas_raise(
   processes, words
 ):
   with pytest.raises(ValueError, match=words):
-    sharding.pipeline_id(mesh_of(processes, "replica", "m0"))
+    sharding.pipelines(mesh_of(processes, "replica", "m0"))
 
 
 # Padding.
