@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+import contextlib
 import importlib
 import inspect
 import types
@@ -133,9 +134,6 @@ def construct(
 ) -> Any:
   """Calls `function(**arguments, **given)` and puts `where` before errors.
 
-  An error of the function names only its arguments. This is the one place that
-  adds the field of the config.
-
   Args:
     where: The field and the name in it, such as `"config.model ('cnn')"`.
     function: The function or class.
@@ -161,27 +159,44 @@ def construct(
         f"{', '.join(known) or 'none'}.{checks.did_you_mean(key, known)}"
       )
   kwargs = {key: to_plain(value) for key, value in arguments.items()}
-  kwargs |= given
-  # Before the call too: a TypeError from inside the function may look the same.
+  with errors_name(where):
+    return function(**{**kwargs, **given})
+
+
+@contextlib.contextmanager
+def errors_name(where: str) -> Iterator[None]:
+  """Puts a field before the message of an error that names its arguments alone.
+
+  Args:
+    where: The field, such as `"config.wrappers"`.
+
+  Raises:
+    TypeError, ValueError: That of the block, with the longer message.
+
+  Example:
+    >>> with errors_name("config.f"):
+    ...   int("x")
+    Traceback (most recent call last):
+    ValueError: config.f: invalid literal for int() with base 10: 'x'
+  """
   try:
-    signature.bind(**kwargs)
-  except TypeError as e:
-    raise checks.ArgumentTypeError(f"{where}: {e}.") from e
-  try:
-    return function(**kwargs)
+    yield
   except (TypeError, ValueError, ArithmeticError) as e:
-    # ArithmeticError: an argument of 0 that the function divides by, say.
+    # ArithmeticError: an argument of 0 that a function divides by, say.
     is_type_error = isinstance(e, TypeError)
     kind = checks.ArgumentTypeError if is_type_error else ValueError
     raise kind(f"{where}: {e}") from e
 
 
-def accepted(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(
+  function: Any, offered: Mapping[str, Any], given: Container[str] = ()
+) -> dict[str, Any]:
   """Returns the offered arguments that a function takes by name.
 
   Args:
     function: The function or class.
     offered: Values by name. A `**kwargs` of the function takes none of them.
+    given: The names of arguments that it has already.
 
   Example:
     >>> accepted(lambda width, rngs: None, {"rngs": 0, "policy": 1})
@@ -191,7 +206,11 @@ def accepted(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     known = _keywords(_signature(function))
   except (TypeError, ValueError):
     return {}  # `construct` reports what cannot be called
-  return {name: value for name, value in offered.items() if name in known}
+  return {
+    name: value
+    for name, value in offered.items()
+    if name in known and name not in given
+  }
 
 
 def _keywords(signature: inspect.Signature) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import dataclasses
 import functools
 import itertools
-from typing import Any, TYPE_CHECKING
+from typing import Any, ClassVar, TYPE_CHECKING
 
 import numpy as np
 
@@ -65,9 +66,7 @@ def train_iterator(
   sources.check_batch_size("batch_size", batch_size, splits)
   make_batch = functools.partial(sources.make_batch, collate=collate)
   if sources.is_stream(splits.train):
-    return StreamIterator(
-      splits, batch_size=batch_size, rows=rows, seed=seed, make_batch=make_batch
-    )
+    return StreamIterator(splits, batch_size, frozenset(rows), seed, make_batch)
   import grain  # takes about a second
 
   examples = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
@@ -139,6 +138,7 @@ def eval_batches(
   return _read_batches(read, -(-num_examples // batch_size))
 
 
+@dataclasses.dataclass(eq=False)
 class StreamIterator:
   """An endless iterator over some rows of each global batch of a stream.
 
@@ -150,7 +150,7 @@ class StreamIterator:
   `set_state` as those of Grain. Otherwise it is the number of examples: a
   restored iterator reads that many again.
 
-  Args:
+  Attributes:
     splits: The data; `train` is the stream.
     batch_size: Number of examples in a global batch.
     rows: The rows of each global batch to return.
@@ -158,25 +158,17 @@ class StreamIterator:
     make_batch: Makes a batch of a sequence of examples.
   """
 
-  position_is_global = True
+  splits: Splits
+  batch_size: int
+  rows: Container[int]
+  seed: int
+  make_batch: Callable[[Sequence[Any]], Example]
+  position_is_global: ClassVar[bool] = True
 
-  def __init__(
-    self,
-    splits: Splits,
-    *,
-    batch_size: int,
-    rows: Sequence[int],
-    seed: int,
-    make_batch: Callable[[Sequence[Any]], Example],
-  ):
-    self._splits = splits
-    self._batch_size = batch_size
-    self._rows = frozenset(rows)
-    self._seed = seed
-    self._make_batch = make_batch
+  def __post_init__(self) -> None:
     self._total = 0  # examples read
     self._in_epoch = 0  # examples read since the start of the stream
-    self._source: Iterator[Any] = iter(splits.train)
+    self._source: Iterator[Any] = iter(self.splits.train)
 
   def __iter__(self) -> StreamIterator:
     """Returns itself."""
@@ -185,16 +177,16 @@ class StreamIterator:
   def __next__(self) -> Example:
     """Returns the rows of the next global batch."""
     examples = []
-    for row in range(self._batch_size):
+    for row in range(self.batch_size):
       example = self._read()
-      if row in self._rows:
-        if (augment := self._splits.augment) is not None:
+      if row in self.rows:
+        if (augment := self.splits.augment) is not None:
           # By the number of the example: the same in every process.
-          rng = np.random.default_rng((self._seed, self._total))
+          rng = np.random.default_rng((self.seed, self._total))
           example = augment(example, rng)
         examples.append(example)
       self._total += 1
-    return self._make_batch(examples)
+    return self.make_batch(examples)
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position."""
@@ -212,7 +204,7 @@ class StreamIterator:
     Raises:
       ValueError: The stream is shorter than when the position was saved.
     """
-    source: Any = iter(self._splits.train)
+    source: Any = iter(self.splits.train)
     self._source = source
     self._total, self._in_epoch = state["examples"], state["in_epoch"]
     if (position := state["source"]) is not None:
@@ -233,7 +225,7 @@ class StreamIterator:
         return example
       if not self._in_epoch:
         break
-      self._source, self._in_epoch = iter(self._splits.train), 0
+      self._source, self._in_epoch = iter(self.splits.train), 0
     raise ValueError("config.data: the stream has no training examples.")
 
 

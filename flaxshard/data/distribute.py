@@ -265,7 +265,7 @@ def distribute_datasets_from_function(
   pipelines = sharding.pipelines(mesh)
   context = InputContext(
     num_input_pipelines=len(pipelines.replicas),
-    input_pipeline_id=pipelines.index,
+    input_pipeline_id=pipelines.pipeline_id,
     num_replicas_in_sync=mesh.shape[mesh_lib.REPLICA],
   )
   # All pipelines feed equally many replicas.

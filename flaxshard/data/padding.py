@@ -82,21 +82,14 @@ class Padder:
       raise ValueError(
         f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
       )
-    if self.bucket is not None and self.bucket_dims is None:
-      self.bucket_dims = (1,)
-    if self.bucket_dims is not None:
-      for path, dims in _flatten(self.bucket_dims).items():
-        for dim in dims:  # dimension 0 is the batch
-          where = f"bucket_dims={dims!r} for {path}: a dimension"
-          checks.integer(where, dim, minimum=1)
-    # Those of the first batch: the dimensions that vary, shapes and shardings,
-    # all by path; the rows of a full batch of this process; and by dimension
-    # that is padded the number that its size is a multiple of.
-    self._varying: dict[str, tuple[int, ...]] = {}
+    if self.bucket_dims is None:
+      self.bucket_dims = () if self.bucket is None else (1,)
+    for path, dims in _flatten(self.bucket_dims).items():
+      for dim in dims:  # dimension 0 is the batch
+        where = f"bucket_dims={dims!r} for {path}: a dimension"
+        checks.integer(where, dim, minimum=1)
+    # What all batches share with the first one, by path.
     self._leaves: dict[str, _Leaf] = {}
-    self._shardings: dict[str, jax.sharding.NamedSharding] = {}
-    self._rows = 0
-    self._multiples: dict[int, int] = {}
 
   def __call__(self, batch: PyTree) -> PyTree | None:
     """Pads a host batch and puts it on the mesh.
@@ -120,10 +113,9 @@ class Padder:
       return None
     padded = {
       dim: _round_to_bucket(size, self._multiples[dim])
-      if dim
-      else self._padded_rows(size)
       for dim, size in sizes.items()
     }
+    padded[0] = self._padded_rows(flat.rows)
     arrays = {}
     for path, x in flat.arrays.items():
       shape = tuple(
@@ -158,49 +150,57 @@ class Padder:
           f"{first.tree}."
         )
       self.mask = None
-    if self.bucket is not None:
-      self._varying = _by_leaf(
-        "bucket_dims", self.bucket_dims, first.arrays, default=()
-      )
-    rows = first.rows
+    # The rows of a full batch of this process, and the dimensions that vary.
+    self._rows = first.rows
     if self.batch_size is not None:
-      rows = int(self.batch_size) // self._count
+      self._rows = int(self.batch_size) // self._count
+    self._varying = _by_leaf(
+      "bucket_dims", self.bucket_dims, first.arrays, default=()
+    )
     leaves = self._describe(first)
     specs = _by_leaf("spec", self.spec, leaves, default=sharding.OVER_REPLICAS)
-    multiples: dict[int, int] = {}
-    mask_spec, most = P(), 0
-    for path, leaf in leaves.items():
-      spec, shape = specs[path], leaf.shape
-      where = f"spec for batch[{path}]"
-      # What is padded later will be divisible. Without a mask there is no
-      # padding, and `spec` must divide the rows.
-      sizes = [0 if isinstance(n, str) else n for n in shape]
-      sizes[0] = rows * self._count if self.mask is None else 0
-      specs_lib.check(where, spec, tuple(sizes), self.mesh)
-      dims = specs_lib.dims_of(spec, len(shape))
-      if self._count > 1 and specs_lib.REPLICA not in dims[0]:
-        raise ValueError(
-          f"{where}: {spec} must split its leading dimension over 'replica': "
-          "each process has some of the rows."
-        )
-      parts = specs_lib.parts(spec, len(shape), self.mesh.shape)
-      for dim, size in enumerate(shape):
-        if isinstance(size, str):
-          # One padded size for all leaves: every sharding has to divide it.
-          multiples[dim] = math.lcm(multiples.get(dim, 1), parts[dim])
-      if parts[0] > most:
-        mask_spec, most = P(*spec[:1]), parts[0]
+    parts = {
+      path: self._parts(f"spec for batch[{path}]", specs[path], leaf.shape)
+      for path, leaf in leaves.items()
+    }
     if self.mask is not None:
       # Its rows are split as those of the leaf with the most parts.
-      specs.setdefault(self.mask, mask_spec)
-    # Each process pads its rows to its share of the multiple: together the rows
-    # of all pipelines reach the multiple.
-    multiples[0] //= math.gcd(multiples[0], self._count)
+      most = max(leaves, key=lambda path: parts[path][0])
+      specs.setdefault(self.mask, P(*specs[most][:1]))
     self._shardings = {
       path: jax.sharding.NamedSharding(self.mesh, spec)
       for path, spec in specs.items()
     }
-    self._rows, self._multiples, self._leaves = rows, multiples, leaves
+    # What the size of a padded dimension is a multiple of: there is one for all
+    # leaves, and every sharding has to divide it.
+    self._multiples: dict[int, int] = {}
+    for path, leaf in leaves.items():
+      for dim, size in enumerate(leaf.shape):
+        if isinstance(size, str):
+          multiple = self._multiples.get(dim, 1)
+          self._multiples[dim] = math.lcm(multiple, parts[path][dim])
+    # Each process pads its rows to its share of the multiple: together the rows
+    # of all pipelines reach the multiple.
+    self._multiples[0] //= math.gcd(self._multiples[0], self._count)
+    self._leaves = leaves
+
+  def _parts(
+    self, where: str, spec: P, shape: tuple[int | str, ...]
+  ) -> tuple[int, ...]:
+    """Returns into how many parts a spec splits each dimension of a leaf."""
+    # What is padded later will be divisible. Without a mask there is no
+    # padding, and `spec` must divide the rows.
+    sizes = [0 if isinstance(n, str) else n for n in shape]
+    if self.mask is None:
+      sizes[0] = self._rows * self._count
+    specs_lib.check(where, spec, tuple(sizes), self.mesh)
+    rows_axes = specs_lib.dims_of(spec, len(shape))[0]
+    if self._count > 1 and specs_lib.REPLICA not in rows_axes:
+      raise ValueError(
+        f"{where}: {spec} must split its leading dimension over 'replica': "
+        "each process has some of the rows."
+      )
+    return specs_lib.parts(spec, len(shape), self.mesh.shape)
 
   def _describe(self, batch: sharding.HostBatch) -> dict[str, _Leaf]:
     """Returns what all batches must share, by path."""
@@ -274,20 +274,16 @@ class Padder:
       path: (x.shape[0] * self._count, *x.shape[1:])
       for path, x in arrays.items()
     }
-    shardings = self._shardings
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
       return {
-        p: jax.ShapeDtypeStruct(shapes[p], x.dtype, sharding=shardings[p])
+        p: jax.ShapeDtypeStruct(shapes[p], x.dtype, sharding=self._shardings[p])
         for p, x in arrays.items()
       }
     compile_only.check_can_run("sharding a batch of arrays", self.mesh)
-    # Lists: the order of a dict would be lost.
-    out = jax.make_array_from_process_local_data(
-      [shardings[path] for path in arrays],
-      list(arrays.values()),
-      list(shapes.values()),
+    out: dict[str, jax.Array] = jax.make_array_from_process_local_data(
+      self._shardings, dict(arrays), shapes
     )
-    return dict(zip(arrays, out, strict=True))
+    return out
 
 
 def _flatten(values: Any) -> dict[str, Any]:

@@ -34,11 +34,11 @@ class Pipelines(NamedTuple):
 
   Attributes:
     replicas: For each pipeline the indices of its replicas, in order.
-    index: That of this process's pipeline.
+    pipeline_id: The index of this process's pipeline.
   """
 
   replicas: tuple[tuple[int, ...], ...]
-  index: int
+  pipeline_id: int
 
 
 # Cached: every batch needs them, and a mesh may have thousands of devices.
@@ -100,8 +100,8 @@ def pipeline_rows(mesh: jax.sharding.Mesh, batch_size: int) -> Sequence[int]:
     [0, 1, 2, 3]
   """
   size = batch_size // mesh.shape[mesh_lib.REPLICA]
-  replicas, index = pipelines(mesh)
-  return [r * size + row for r in replicas[index] for row in range(size)]
+  replicas, pipeline_id = pipelines(mesh)
+  return [r * size + row for r in replicas[pipeline_id] for row in range(size)]
 
 
 class HostBatch(NamedTuple):

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.core import registry
 from flaxshard.core import trees
 from flaxshard.data import sharding
 
@@ -245,10 +246,8 @@ def make_batch(examples: Sequence[Any], collate: Collate | None) -> Example:
       "in the last batch; rename it."
     )
   arrays = {key: np.asarray(value) for key, value in batch.items()}
-  try:
+  with registry.errors_name("config.data"):
     rows = sharding.flatten(arrays).rows
-  except ValueError as e:
-    raise ValueError(f"config.data: {e}") from e
   if rows != len(examples):
     raise ValueError(
       "config.data: collate must return arrays with a row for each of the "
@@ -326,7 +325,8 @@ def _shapes_of(
     batch = make_batch([example], collate)
   except (ValueError, TypeError, LookupError, AttributeError) as e:
     # An error of `collate` does not say which example it was given.
-    kind = TypeError if isinstance(e, TypeError) else ValueError
+    is_type_error = isinstance(e, TypeError)
+    kind = checks.ArgumentTypeError if is_type_error else ValueError
     raise kind(
       f"{where}: no batch can be made of {checks.describe(example)}: {e}"
     ) from e

@@ -161,11 +161,7 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
   ):
     # Else the task makes its data, and its defaults are used.
     offered |= {"num_classes": None, "example": None}
-  accepted = {
-    name: value
-    for name, value in registry.accepted(found, offered).items()
-    if name not in given
-  }
+  accepted = registry.accepted(found, offered, given)
   if "num_classes" in accepted:
     accepted["num_classes"] = read().num_classes
   if "example" in accepted:

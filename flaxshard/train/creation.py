@@ -15,6 +15,7 @@ import optax
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import patterns
+from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.sparse import optimizer as sparse_optimizer
@@ -57,11 +58,9 @@ def plan_state(
   tx = sparse_optimizer.wrap(
     tx, config.sparse, config.sparse_semantics, prefix="config."
   )
-  try:
+  with registry.errors_name("config.wrappers"):
     wrappers = _create_wrappers(config)
     stack.check_replicas(wrappers, strategy.num_replicas_in_sync)
-  except ValueError as e:
-    raise ValueError(f"config.wrappers: {e}") from e
   rules = rules_lib.from_config(config.mesh.rules)
   factors = lora.LoRA(**config.lora) if config.lora.rank else None
 

@@ -244,9 +244,9 @@ def _use_virtual_devices(count: int) -> None:
 
   GPUs and TPUs are used instead where there are any.
   """
-  processes = 1
-  if jax.distributed.is_initialized():
-    processes = multihost.process_count()
+  # Asked for otherwise, the number of processes would start JAX.
+  connected = jax.distributed.is_initialized()
+  processes = multihost.process_count() if connected else 1
   if count % processes:
     raise ValueError(
       f"config.mesh.virtual_devices={count} must be a multiple of the "

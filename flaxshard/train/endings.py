@@ -192,6 +192,9 @@ class EarlyStopping:
   Args:
     config: `config.early_stopping`, also that of an earlier run; without a
       metric nothing ends the run.
+    workdir: The workdir of a run that continues, with its `metrics.jsonl`.
+    last_step: The step that it continues from. Rows after that step are left
+      out: the run writes them again.
 
   Attributes:
     best_step: The step of the best evaluation, 0 before the first one.
@@ -206,7 +209,9 @@ class EarlyStopping:
     (3, 1)
   """
 
-  def __init__(self, config: Mapping[str, Any]):
+  def __init__(
+    self, config: Mapping[str, Any], workdir: str = "", last_step: int = 0
+  ):
     self.best_step = 0
     self.stopped_step: int | None = None
     self._config = config
@@ -216,6 +221,10 @@ class EarlyStopping:
     self._rule = flax_early_stopping.EarlyStopping(
       patience=config["patience"], min_delta=config["min_delta"]
     )
+    if last_step and config["metric"] != "none":
+      for row in metrics_lib.read_rows(workdir):
+        if row["step"] <= last_step:
+          self.update(row["step"], row)
 
   def update(self, step: int, row: Mapping[str, float | None]) -> None:
     """Adds the evaluation of a row, if it has one.
@@ -248,24 +257,3 @@ class EarlyStopping:
         self._config["min_delta"],
         self._config["patience"] + 1,
       )
-
-
-def replay(
-  config: Mapping[str, Any], workdir: str, last_step: int
-) -> EarlyStopping:
-  """Returns the state of a run after a step, from its `metrics.jsonl`.
-
-  Rows after that step are left out: a run that continues from there writes
-  them again.
-
-  Args:
-    config: `config.early_stopping`, also that of an earlier run.
-    workdir: The workdir of the run.
-    last_step: The step, 0 for a new run.
-  """
-  stopping = EarlyStopping(config)
-  if config["metric"] != "none":
-    for row in metrics_lib.read_rows(workdir):
-      if row["step"] <= last_step:
-        stopping.update(row["step"], row)
-  return stopping

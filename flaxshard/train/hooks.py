@@ -103,9 +103,7 @@ def _create_named(
 ) -> tuple[str, Hook]:
   where, found, arguments = registry.find(field, config, {})
   if inspect.isclass(found):
-    given = registry.accepted(
-      found, {k: v for k, v in offered.items() if k not in arguments}
-    )
+    given = registry.accepted(found, offered, arguments)
     hook = registry.construct(where, found, arguments, given=given)
   else:
     hook = functools.partial(found, **registry.to_plain(arguments))

@@ -103,10 +103,8 @@ def _initialize(init_from: Any, state: TrainState) -> TrainState:
   if arguments["step"] < 0:
     arguments["step"] = None
   arguments["item"] = arguments["item"] or None
-  try:
+  with registry.errors_name("config.init_from"):
     return checkpoint.init_from(state, **arguments)[0]
-  except ValueError as e:
-    raise ValueError(f"config.init_from: {e}") from e
 
 
 # To use its model.

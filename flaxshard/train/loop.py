@@ -162,7 +162,7 @@ def _run(
     state, first_step = load.restore_or_create(
       setup, workdir, checkpointer, batches
     )
-    stopping = endings.replay(config.early_stopping, workdir, first_step)
+    stopping = endings.EarlyStopping(config.early_stopping, workdir, first_step)
     if stopping.stopped_step or first_step >= config.num_train_steps:
       _log.warning(
         "nothing to train: step %d of config.num_train_steps=%d is done in %s",

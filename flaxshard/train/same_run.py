@@ -170,7 +170,7 @@ def check_earlier_run(
 
   def is_finished(values: Mapping[str, Any]) -> bool:
     rule = values.get("early_stopping", {"metric": "none"})
-    stopping = endings.replay(rule, workdir, latest_step)
+    stopping = endings.EarlyStopping(rule, workdir, latest_step)
     is_last = latest_step >= values.get("num_train_steps", math.inf)
     return is_last or stopping.stopped_step is not None
 

@@ -16,6 +16,7 @@ import numpy as np
 from flaxshard import data
 from flaxshard.core import checks
 from flaxshard.core import optimizer
+from flaxshard.core import registry
 from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
@@ -136,12 +137,10 @@ class Setup:
           f"{field}: a batch has {', '.join(sorted(example))}."
           f"{checks.did_you_mean(key, example)}"
         )
-      try:
+      with registry.errors_name(field):
         spec = logical_devices.partition_spec(
           self.strategy.mesh, (size, *example[key].shape), pieces
         )
-      except ValueError as e:
-        raise ValueError(f"{field}: {e}") from e
       batch_axes = (mesh_lib.REPLICA, *specs_lib.axes_of(spec[0]))
       specs[key] = P(batch_axes, *spec[1:])
     return specs

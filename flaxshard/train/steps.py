@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from clu import metrics as clu_metrics
@@ -15,8 +14,7 @@ from flaxshard.replicas import values
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
 from flaxshard.tasks.adapted import AdaptedTask
-
-Batch = Mapping[str, jax.Array]
+from flaxshard.tasks.task import Batch
 
 
 class Progress(NamedTuple):
