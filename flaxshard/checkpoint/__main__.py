@@ -72,7 +72,7 @@ def describe(step_dir: Any) -> str:
     ValueError: The step cannot be read.
   """
   lines = [str(step_dir)]
-  metadata = step_files.read_metadata(step_dir)
+  metadata = step_files.check(step_dir)
   if metadata is None:
     lines.append("  not written by flaxshard")
   for key, value in (metadata or {}).items():

@@ -66,6 +66,10 @@ class Checkpointer:
       Taking them reads every file once in the background. Without them, only
       the sizes of the files are stored and compared, as in a bucket.
 
+  Attributes:
+    directory: Path of the directory of the checkpoints.
+    restored_step: The step that `restore` read last, or None.
+
   Raises:
     TypeError: JSON cannot hold `config`, or an argument has a wrong type.
     ValueError: `directory` cannot be written, or an argument has a value that
@@ -124,7 +128,7 @@ class Checkpointer:
     self._damaged: set[int] = set()
     # Steps of other programs, which are never renamed nor deleted.
     self._others: dict[int, Any] = {}
-    self._restored_step: int | None = None
+    self.restored_step: int | None = None
     self._closed = False
     _checkpointers.add(self)
 
@@ -182,11 +186,6 @@ class Checkpointer:
     for step in self._manager.all_steps():
       found[step] = epath.Path(self.directory) / str(step)
     return found
-
-  @property
-  def restored_step(self) -> int | None:
-    """The step that `restore` read last, or None."""
-    return self._restored_step
 
   def best_step(self) -> int | None:
     """Returns the step with the best `best_metric`, the latest of equal ones.
@@ -293,7 +292,7 @@ class Checkpointer:
     if step in there:
       with multihost.raise_on_all_processes(ValueError, SaveError):
         self.wait()
-        restoring.check_same(path, state)
+        restoring.check_same(self._paths()[step], state)
       _log.info("step %d has been saved in %s already", step, self.directory)
       return False
     items: dict[str, Any] = dict(composite.items())
@@ -306,56 +305,47 @@ class Checkpointer:
       items[step_files.POSITION] = ocp.args.JsonSave(position)
     metadata = items_lib.metadata(state, step, self._config)
     items[step_files.FLAXSHARD] = ocp.args.JsonSave(metadata)
+    manager = self._open_manager(step)
+    self._barrier.start_save()
+    self._saving = step
     try:
-      manager = self._open_manager()
-      self._barrier.start_save()
-      self._saving = step
-      try:
-        manager.save(step, metrics=metrics, args=ocp.args.Composite(**items))
-      except Exception as e:
-        self._fail(step, e)
-    except OSError as e:
+      manager.save(step, metrics=metrics, args=ocp.args.Composite(**items))
+    except Exception as e:
       self._fail(step, e)
-    except SaveError:
-      # In all processes: they create the next one together.
-      self._close_manager()
-      raise
     return True
 
-  def _open_manager(self) -> ocp.CheckpointManager:
-    """Locks the directory, renames damaged steps, and returns the manager."""
-    with multihost.raise_on_all_processes(ValueError, OSError, SaveError):
-      self.wait()
-      if self._unlock is None and jax.process_index() == 0:
-        epath.Path(self.directory).mkdir(parents=True, exist_ok=True)
-        unlock = files_lib.lock("directory", self.directory, reentrant=True)
-        self._unlock = weakref.finalize(self, unlock)
-    if self._manager is not None and not self._damaged:
-      return self._manager
-    # All processes are here: none reads a step that process 0 renames.
-    with multihost.raise_on_all_processes(OSError):
-      if jax.process_index() == 0:
-        self._rename_damaged()
-    if self._manager is None:
-      self._manager = self._create_manager()
-    else:
-      self._manager.reload()
+  def _open_manager(self, step: int) -> ocp.CheckpointManager:
+    """Locks the directory, and returns its manager, in order to save a step.
+
+    Renames damaged steps. As all of `save`, all processes do it together.
+    """
+    try:
+      with multihost.raise_on_all_processes(ValueError, OSError, SaveError):
+        self.wait()
+        if self._unlock is None and jax.process_index() == 0:
+          epath.Path(self.directory).mkdir(parents=True, exist_ok=True)
+          unlock = files_lib.lock("directory", self.directory, reentrant=True)
+          self._unlock = weakref.finalize(self, unlock)
+      if self._manager is not None and not self._damaged:
+        return self._manager
+      self._close_manager()  # it has a list of the steps
+      # All processes are here: none reads a step that process 0 renames.
+      with multihost.raise_on_all_processes(OSError):
+        found = self._paths() if jax.process_index() == 0 else {}
+        for number in self._damaged & found.keys():
+          path = found[number]
+          if path.name == str(number):  # not of another program
+            path.rename(path.with_name(f"{path.name}.damaged"))
+            _log.warning("%s is damaged: renamed to %s.damaged", path, path)
+    except SaveError:
+      self._close_manager()  # in all processes
+      raise
+    except OSError as e:
+      self._fail(step, e)
     found = steps.find(self.directory, steps.OURS)
     self._others = {n: path for n, path in found.items() if path.name != str(n)}
     self._damaged.intersection_update(self._others)
-    return self._manager
-
-  def _rename_damaged(self) -> None:
-    found, damaged = steps.look(self.directory)
-    for step in sorted(damaged | (self._damaged & found.keys())):
-      path = found[step]
-      if path.name == str(step):  # not of another program
-        new_path = path.with_name(f"{path.name}.damaged")
-        path.rename(new_path)
-        _log.warning("%s is damaged: renamed to %s", path, new_path)
-
-  def _create_manager(self) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(
+    self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=self._keep,
@@ -376,6 +366,7 @@ class Checkpointer:
         step_files.FLAXSHARD: ocp.JsonCheckpointHandler(),
       },
     )
+    return self._manager
 
   def _write_digests(self) -> None:
     """Writes the last file of a step, in process 0, before it has its name."""
@@ -449,7 +440,7 @@ class Checkpointer:
     """
     items_lib.check_state(state)
     self.wait()
-    self._restored_step, restored = steps.read_newest(
+    self.restored_step, restored = steps.read_newest(
       self.directory,
       step,
       functools.partial(restoring.restore_step, state=state, data=data),

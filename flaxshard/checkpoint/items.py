@@ -207,18 +207,19 @@ def read_position(data: Any, step_dir: Any) -> Any:
       processes.
   """
   item_dir = step_dir / step_files.POSITION
-  if not item_dir.is_dir():
+  names = step_files.names_in(item_dir)
+  if not names:
     raise ValueError(
       f"{step_dir} has no {step_files.POSITION}: the position of the data."
     )
   is_bytes = isinstance(data.get_state(), bytes)
   # Of Grain's own handler, which writes a file for each process.
-  if files := sorted(item_dir.glob("process_*.json")):
+  if any(name.startswith("process_") for name in names):
     name = f"process_{jax.process_index()}-of-{jax.process_count()}.json"
-    if item_dir / name not in files:
+    if name not in names:
       raise ValueError(
         f"{item_dir} has no {name}: it is of another number of processes, "
-        f"{', '.join(file.name for file in files)}."
+        f"{', '.join(sorted(names))}."
       )
     text = (item_dir / name).read_text()
     return text.encode() if is_bytes else json.loads(text)

@@ -1,21 +1,26 @@
-"""Initializes the parameters of a state from a checkpoint, for fine-tuning."""
+"""Initializes the parameters of a state from a checkpoint, for fine-tuning.
+
+The arrays of a file are matched to those of a model by their paths. Then each
+is read, and brought to the shape and the dtype that the model has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
 import logging
 import math
 import os
+import re
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from flaxshard.checkpoint import matching
 from flaxshard.checkpoint import reader
-from flaxshard.checkpoint import safetensors_files
 from flaxshard.checkpoint import steps
+from flaxshard.checkpoint.reader import Path
+from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import patterns as patterns_lib
@@ -27,6 +32,18 @@ from flaxshard.state.train_state import TrainState
 _log = logging.getLogger(__name__)
 
 _State = TypeVar("_State")
+_T = TypeVar("_T")
+
+# What a file of a whole training state has beside the model's variables.
+_TRAINING_STATE = (
+  "step",
+  "opt_state",
+  reader.WRAPPER_STATES,
+  "dynamic_scale",
+  "rngs",
+)
+# A run with LoRA has the parameters that it does not train in `frozen`.
+_PARAMS = (("params",), ("frozen",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,35 +162,24 @@ def init_from(
     fields = fields_lib.variables(state)
     fields.pop("rngs", None)  # random streams begin with the new run
     collections, factors = fields.keys() - {"params"}, _lora_factors(state)
-  wanted = matching.by_name(trees.leaves_by_path(fields))
+  wanted = _by_name(trees.leaves_by_path(fields))
   where, saved = _open(steps.as_path(path), step, item, subtree)
+  axes, asked = {}, {}
   try:
-    sources = matching.match(
-      saved,
-      wanted,
-      rename=rename,
-      keep=keep,
-      ignore=ignore,
-      collections=collections,
-      optional=factors,
-    )
-    matching.select("reshape", reshape, sources, "the model")
-    by_axes = [pattern for pattern, _ in transpose]
-    matching.select("transpose", by_axes, sources, "the model")
-    axes = {
-      name: _axes(name, saved[path], wanted[name], transpose, reshape, cast)
-      for name, path in sources.items()
-    }
+    found = _names_in_file(saved, ignore, rename)
+    kept = _select("keep", keep, wanted, "the model")
+    sources = _match(saved, found, wanted, kept, collections, factors)
+    _select("reshape", reshape, sources, "the model")
+    _select("transpose", [p for p, _ in transpose], sources, "the model")
+    for name, source in sources.items():
+      have, want = saved[source], wanted[name]
+      axes[name] = _axes(name, have, want, transpose, reshape, cast)
+      asked[name] = have, _asked(have, axes[name], want)
   except ValueError as e:
     raise ValueError(f"{where}: {e}") from e
-  asked = {
-    name: (saved[path], _asked(saved[path], axes[name], wanted[name]))
-    for name, path in sources.items()
-  }
-  arrays = {
-    name: _finish(x, axes[name], wanted[name])
-    for name, x in reader.read(where, asked).items()
-  }
+  arrays = {}
+  for name, x in reader.read(where, asked).items():
+    arrays[name] = _finish(x, axes[name], wanted[name])
   used = {*sources.values()}
   report = InitReport(
     str(where),
@@ -201,13 +207,13 @@ def _lora_factors(state: TrainState) -> set[str]:
 
 def _open(
   path: Any, step: int | None, item: str | None, subtree: str
-) -> tuple[Any, dict[reader.Path, reader.SavedLeaf]]:
+) -> tuple[Any, dict[Path, SavedLeaf]]:
   """Returns the file or the step at a path, and its leaves below `subtree`."""
   with multihost.raise_on_all_processes(ValueError, ImportError):
-    file = safetensors_files.find(path)
+    file = reader.find_safetensors(path)
     if file is not None:
       # There are no digests; the package checks the sizes.
-      where, leaves = file, safetensors_files.open_leaves(file)
+      where, leaves = file, reader.open_safetensors(file)
   if file is None:
     _, (where, leaves) = steps.read(
       path, step, lambda where: (where, reader.open_step(where, item))
@@ -226,6 +232,137 @@ def _open(
       f"{tops or 'no arrays'}."
     )
   return where, below
+
+
+# -- The arrays by their paths.
+
+
+def _by_name(leaves: Mapping[Path, _T]) -> dict[str, _T]:
+  """Returns leaves by the names that a model and a file are compared by.
+
+  Args:
+    leaves: The leaves by path: of a tree of parameters, or of collections, one
+      of which is `params`.
+
+  Returns:
+    The leaves in the same order. Names of parameters begin with no collection.
+  """
+  has_collections = _has_collections(leaves)
+  named = {}
+  for path, leaf in leaves.items():
+    rest = path[1:] if has_collections and path[:1] in _PARAMS else path
+    named["/".join(reader.in_train_state(rest, reader.BOXES))] = leaf
+  return named
+
+
+def _has_collections(paths: Iterable[Path]) -> bool:
+  return any(path[:1] == ("params",) and len(path) > 1 for path in paths)
+
+
+def _names_in_file(
+  saved: Mapping[Path, SavedLeaf],
+  ignore: Sequence[str],
+  rename: Sequence[tuple[str, str]],
+) -> dict[str, Path]:
+  """Returns the paths of a file's arrays by name, without those to ignore.
+
+  Raises:
+    ValueError: A pattern matches nothing, or gives two arrays one name.
+  """
+  variables = dict.fromkeys(saved)
+  if _has_collections(saved):
+    for path, leaf in saved.items():
+      # Programs save numbers of their own beside the state, such as an epoch.
+      is_number = len(path) == 1 and leaf.is_number
+      if path[0] in _TRAINING_STATE or is_number:
+        del variables[path]
+  names = _by_name({path: path for path in variables})
+  for name in _select("ignore", ignore, names, "the file"):
+    del names[name]
+  for i, (pattern, text) in enumerate(rename):
+    where = f"rename[{i}]={(pattern, text)!r}"
+    patterns_lib.find(where, pattern, "the file", list(names))
+    renamed: dict[str, Path] = {}
+    for name, path in names.items():
+      new = re.sub(pattern, text, name)
+      if new in renamed:
+        raise ValueError(
+          f"{where} makes {'/'.join(renamed[new])!r} and {'/'.join(path)!r} of "
+          f"the file the same path {new!r}."
+        )
+      renamed[new] = path
+    names = renamed
+  return names
+
+
+def _match(
+  saved: Mapping[Path, SavedLeaf],
+  found: Mapping[str, Path],
+  wanted: Mapping[str, Any],
+  kept: Collection[str],
+  collections: Collection[str],
+  optional: Collection[str],
+) -> dict[str, Path]:
+  """Returns the path in a file for each array of a model that is read.
+
+  Args:
+    saved: The file's leaves by path.
+    found: The paths of those that may be read, by name.
+    wanted: The model's leaves by name.
+    kept: Names of the model that keep their initial values.
+    collections: Names of the model's collections other than `params`.
+    optional: Names of the model that may keep their initial values.
+
+  Raises:
+    ValueError: An array has no counterpart, in the file or in the model. The
+      message lists the paths.
+  """
+  # A file of an NNX module has all its variables in one tree.
+  in_one_tree = () if _has_collections(saved) else collections
+  sources: dict[str, Path] = {}
+  missing, unmatched = {}, {name: saved[path] for name, path in found.items()}
+  for name, leaf in wanted.items():
+    collection, _, rest = name.partition("/")
+    is_below = collection in in_one_tree and name not in found
+    there = rest if is_below else name
+    unmatched.pop(there, None)
+    if name in kept:
+      continue
+    if there in found:
+      sources[name] = found[there]
+    elif name not in optional:
+      missing[name] = leaf
+  if missing or unmatched:
+    raise ValueError(
+      f"the file lacks {_list(missing)} of the model, and the model lacks "
+      f"{_list(unmatched)} of the file. `rename` and `ignore` are patterns for "
+      "the paths of the file, `keep` for those of the model."
+    )
+  if not sources:
+    raise ValueError("keep matches all parameters of the model: none is read.")
+  return sources
+
+
+def _select(
+  field: str, patterns: Sequence[str], paths: Collection[str], where: str
+) -> set[str]:
+  """Returns the paths in which a pattern is found; each must be in some."""
+  selected: set[str] = set()
+  for i, pattern in enumerate(patterns):
+    argument = f"{field}[{i}]={pattern!r}"
+    selected.update(patterns_lib.find(argument, pattern, where, list(paths)))
+  return selected
+
+
+def _list(leaves: Mapping[str, Any]) -> str:
+  """Returns a number of arrays, and the first of them with their shapes."""
+  texts = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves.items()]
+  return (
+    f"{len(texts)} arrays ({checks.listed(texts)})" if texts else "no arrays"
+  )
+
+
+# -- One array.
 
 
 def _axes(

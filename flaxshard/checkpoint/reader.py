@@ -1,11 +1,13 @@
-"""Reads the leaves of one step, written by any program.
+"""Reads the leaves of one step or file, written by any program.
 
     1200/default/, 1200/state/, 1200/pytree/   Orbax's managers, v0 and v1
     1200/                                      Orbax's StandardCheckpointer
     checkpoint_1200/, checkpoint_1200          Flax's own: Orbax, msgpack
     ckpt-3.flax                                clu's checkpoint: msgpack
+    model.safetensors, ...safetensors.index.json   parameters alone
 
-One Orbax handler reads the directories: they differ only in names.
+One Orbax handler reads the directories: they differ only in names. All but
+safetensors have the paths of a train state, or those of `LAYOUTS`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Hashable, Mapping
 import dataclasses
+import importlib
+import json
 from typing import Any, TypeVar
 
 from flax import serialization
@@ -21,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import step_files
+from flaxshard.core import files as files_lib
 from flaxshard.core import multihost
 from flaxshard.core import trees
 
@@ -31,6 +36,20 @@ _Leaf = TypeVar("_Leaf")
 
 # The first key of the paths of wrapper states.
 WRAPPER_STATES = "wrapper_states"
+
+# The ends of paths of other programs, and what a train state has in their
+# place. An array in a box, an `nnx.Variable` or a `nn.Partitioned`:
+BOXES: Mapping[Path, Path] = {("value",): ()}
+LAYOUTS: Mapping[Path, Path] = {
+  **BOXES,
+  # Flax's `DynamicScale`, a field in its ImageNet and WMT examples.
+  ("dynamic_scale", "scale"): (WRAPPER_STATES, "loss_scale", "scale"),
+  ("dynamic_scale", "fin_steps"): (WRAPPER_STATES, "loss_scale", "good_steps"),
+}
+
+_SAFETENSORS = ".safetensors"
+# It lists which file has which tensor, of a model in several files.
+_SAFETENSORS_INDEX = ".safetensors.index.json"
 
 # Least number of bytes that are read at once, so that many small leaves are
 # read together.
@@ -146,10 +165,10 @@ def open_unverified(
     return _msgpack_leaves(where)
   there = step_files.trees_in(where)
   names = step_files.PLAIN if plain_item is None else (plain_item,)
-  plain = next((there[name] for name in names if name in there), None)
+  found = [there[name] for name in names if name in there]
   if plain_item is None and step_files.is_tree(where):
-    plain = where
-  if plain is None:
+    found = [where]
+  if not found:
     others = sorted(there.keys() - {step_files.WRAPPERS})
     # Another program names its items as it likes: nothing is lost.
     raise (ValueError if others else step_files.Damaged)(
@@ -157,18 +176,28 @@ def open_unverified(
       f"only {', '.join(map(repr, others)) or 'no items'}: plain_item is the "
       "name of the item to restore."
     )
-  leaves = _orbax_leaves(plain)
+  leaves = _orbax_leaves(found[0])
   if step_files.WRAPPERS in there:
     leaves |= _orbax_leaves(there[step_files.WRAPPERS], WRAPPER_STATES)
   return leaves
 
 
-def unboxed(path: Path) -> Path:
-  """Returns the path of a leaf without that of its array in a box.
+def in_train_state(path: Path, layouts: Mapping[Path, Path] = LAYOUTS) -> Path:
+  """Returns the path that a train state has for a leaf of another program.
 
-  Boxes are an `nnx.Variable` and a `nn.Partitioned`, saved as objects.
+  Args:
+    path: The path of the leaf on disk.
+    layouts: The ends to replace.
+
+  Example:
+    >>> in_train_state(("params", "w", "value"))
+    ('params', 'w')
   """
-  return path[:-1] if len(path) > 1 and path[-1] == "value" else path
+  for there, here in layouts.items():
+    start = path[: -len(there)]
+    if start + there == path and start + here:
+      return start + here
+  return path
 
 
 def below(leaves: Mapping[Path, _Leaf], at: Path) -> dict[Path, _Leaf]:
@@ -261,3 +290,91 @@ def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
       x.shape, x.dtype, is_number and x.shape == (), file.name, key, read_leaves
     )
   return leaves
+
+
+# -- Safetensors.
+
+
+def find_safetensors(path: Any) -> Any:
+  """Returns the safetensors file or index at a path, or None without one.
+
+  Args:
+    path: A file, an index, or a directory with an index or with one file.
+
+  Raises:
+    ValueError: A directory has several files and no index.
+  """
+  if path.is_file():
+    is_one = path.name.endswith((_SAFETENSORS, _SAFETENSORS_INDEX))
+    return path if is_one else None
+  names = sorted(step_files.names_in(path))
+  found = [name for name in names if name.endswith(_SAFETENSORS_INDEX)]
+  found = found or [name for name in names if name.endswith(_SAFETENSORS)]
+  if len(found) > 1:
+    raise ValueError(
+      f"{path} has several safetensors files or indexes: {', '.join(found)}. "
+      "Give the path of one of them."
+    )
+  return path / found[0] if found else None
+
+
+def open_safetensors(file: Any) -> dict[Path, SavedLeaf]:
+  """Returns the tensors of a safetensors file, or of all files of an index.
+
+  A name such as `encoder.0.weight` has the path `encoder/0/weight`; slashes
+  separate instead of dots in names that have them.
+
+  Args:
+    file: The file or the index.
+
+  Raises:
+    ImportError: The package safetensors is not installed.
+    ValueError: A file is missing or no safetensors file, the index names a
+      tensor that its file lacks, or names differ in dots and slashes alone.
+  """
+  try:
+    if file.name.endswith(_SAFETENSORS_INDEX):
+      names = dict(json.loads(file.read_bytes())["weight_map"])
+      opened = {n: _open_tensors(file.parent / n) for n in set(names.values())}
+      tensors = {k: opened[name][k] for k, name in names.items()}
+    else:
+      tensors = _open_tensors(file)
+  except ImportError as e:
+    raise ImportError(
+      f"{file} needs the package {e.name}: "
+      "pip install 'flaxshard[safetensors]'."
+    ) from e
+  except Exception as e:  # the package has an error of its own
+    raise ValueError(f"{file} cannot be read: {e!r}.") from e
+  found, leaves = dict[Path, Any](), {}
+  read_leaves = lambda wanted: found
+  for name, (shape, dtype, x) in tensors.items():
+    key = tuple(name.split("/" if "/" in name else "."))
+    found[key] = x
+    leaves[key] = SavedLeaf(shape, dtype, False, file.name, key, read_leaves)
+  if len(leaves) < len(tensors):
+    raise ValueError(
+      f"{file} has tensors whose names differ in dots and slashes alone."
+    )
+  return leaves
+
+
+def _open_tensors(file: Any) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
+  """Returns shape, dtype and what reads a part when it is indexed, by name."""
+  safetensors = importlib.import_module("safetensors")
+  tensors = {}
+  if files_lib.is_bucket(file):
+    # The package opens files on disk alone, so the whole file is read.
+    load = importlib.import_module("safetensors.numpy").load
+    for name, x in load(file.read_bytes()).items():
+      tensors[name] = x.shape, x.dtype, x
+    return tensors
+  opened = safetensors.safe_open(str(file), framework="numpy")
+  for name in opened.keys():
+    x = opened.get_slice(name)
+    shape = tuple(x.get_shape())
+    # A slice of a scalar is an error.
+    x = x if shape else opened.get_tensor(name)
+    # The header has names of dtypes that NumPy does not know.
+    tensors[name] = shape, x[:0].dtype if shape else x.dtype, x
+  return tensors

@@ -40,13 +40,6 @@ PyTree = Any
 Leaves = Mapping[Path, Any]
 S = TypeVar("S", bound=items.States)
 
-# Where Flax's `DynamicScale`, a field `dynamic_scale` in its ImageNet and WMT
-# examples, keeps the state of `LossScale`.
-LAYOUTS: Mapping[Path, Path] = {
-  ("dynamic_scale", "scale"): (WRAPPER_STATES, "loss_scale", "scale"),
-  ("dynamic_scale", "fin_steps"): (WRAPPER_STATES, "loss_scale", "good_steps"),
-}
-
 
 def restore(
   manager: Any,
@@ -150,7 +143,7 @@ def check_same(where: Any, state: items.States) -> None:
   Raises:
     ValueError: The states differ; the message names the first difference.
   """
-  metadata = step_files.read_metadata(where)
+  metadata = step_files.check(where)
   if metadata is None:
     return
   difference = None
@@ -180,7 +173,7 @@ def sources(saved: Leaves, wanted: Leaves) -> dict[Path, Path]:
   """
   found: dict[Path, Path] = {}
   for path in saved:
-    here = LAYOUTS.get(path, reader.unboxed(path))
+    here = reader.in_train_state(path)
     if path in wanted:
       found[path] = path
     elif here in wanted:
@@ -204,7 +197,7 @@ class _Plan:
     self._wanted = trees.leaves_by_path(self._template)
     self._sources = sources(saved, self._wanted)
     # Wrappers that make a new state, and how the saved one differs.
-    self._new: dict[str, tuple[base.Base, str | None]] = {}
+    self._new: dict[Path, tuple[base.Base, str | None]] = {}
     for wrapper in state.wrappers:
       self._plan_wrapper(wrapper)
     self._check_others()
@@ -214,8 +207,7 @@ class _Plan:
 
   def _plan_wrapper(self, wrapper: base.Base) -> None:
     """Notes that a wrapper makes its state, unless it is as it was saved."""
-    name = wrapper.name
-    at = (WRAPPER_STATES, name)
+    name, at = wrapper.name, (WRAPPER_STATES, wrapper.name)
     saved = reader.below(self._saved, at)
     wanted = reader.below(self._wanted, at)
     difference = _difference(saved, wanted)
@@ -236,7 +228,7 @@ class _Plan:
     else:
       for path in wanted:
         self._sources.pop((*at, *path), None)
-    self._new[name] = wrapper, difference
+    self._new[at] = wrapper, difference
 
   def _check_others(self) -> None:
     """Raises a ValueError unless all other leaves are there, and no more."""
@@ -244,16 +236,15 @@ class _Plan:
     for path, x in self._wanted.items():
       if path in self._sources:
         has[path] = self._saved[self._sources[path]]
-      if path in has or path[0] != WRAPPER_STATES or path[1] not in self._new:
+      if path in has or path[:2] not in self._new:
         wanted[path] = x
     used, left = set(self._sources.values()), set()
     for path, leaf in self._saved.items():
-      if path in used:
+      if path in used or path[:2] in self._new:
         continue
       if path[0] == WRAPPER_STATES:
-        if path[1] not in self._new:
-          left.add(f"a state of wrapper {path[1]!r}")
-      elif path in LAYOUTS:
+        left.add(f"a state of wrapper {path[1]!r}")
+      elif reader.in_train_state(path)[0] == WRAPPER_STATES:
         left.add(f"a field {path[0]!r}")
       elif leaf.is_number and path[0] not in vars(self._state):
         # Programs save numbers of their own beside the state, as an epoch.
@@ -274,17 +265,19 @@ class _Plan:
     for path, source in self._sources.items():
       asked[path] = self._saved[source], self._wanted[path]
     leaves = reader.read(self._where, asked)
-    for wrapper, difference in self._new.values():
-      leaves = self._make_state(wrapper, difference, leaves) | leaves
+    for at, (wrapper, difference) in self._new.items():
+      made = self._make_state(wrapper, difference, leaves)
+      for path, x in trees.leaves_by_path(made).items():
+        leaves.setdefault((*at, *path), x)
     # Orbax returns arrays that are complete; so does this function.
     restored = jax.block_until_ready(self._unflatten(leaves))
     # Every replica gets the one value of a `PerReplica`.
     return values.broadcast_to_replicas(restored, self._state)
 
   def _make_state(
-    self, wrapper: base.Base, difference: str | None, leaves: Leaves
-  ) -> dict[Path, jax.Array]:
-    """Returns the leaves of a new state of a wrapper, by path.
+    self, wrapper: base.Base, difference: str | None, leaves: dict[Path, Any]
+  ) -> PyTree:
+    """Returns a new state of a wrapper.
 
     Args:
       wrapper: The wrapper.
@@ -313,12 +306,19 @@ class _Plan:
       if leaf.shape == shape or (not shape and len(leaf.shape) == 1):
         # The mesh may not divide another number of replicas.
         like = x if leaf.shape == x.shape else self._template.step
-        useful[path] = (
-          leaf,
-          jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=like.sharding),
-        )
+        useful[path] = leaf, like.update(shape=leaf.shape, dtype=x.dtype)
     saved = reader.read(self._where, useful)
-    restored: Any = self._unflatten(leaves)
+    if difference:
+      dropped = {path[0]: None for path in wanted if path not in saved}
+      _log.warning(
+        "%s has another state of wrapper %r, as for other replicas: %s. It "
+        "begins at the restored parameters. Dropped are %s.",
+        self._where,
+        name,
+        difference,
+        ", ".join(dropped),
+      )
+    restored = self._unflatten(leaves)
     target = base.Target(
       restored.step,
       restored.params,
@@ -332,12 +332,11 @@ class _Plan:
       first = stack.init(
         wrappers, target.params, self._state.tx, target.collections
       )
-      # The wrapper sees one replica: the first row stands for all.
-      own = {
-        "/".join(path): x if x.shape == shapes[path] else x[0]
-        for path, x in saved.items()
-      }
       first = stack.local_states(wrappers, first)[name]
+      # The wrapper sees one replica: the first row stands for all.
+      own = {}
+      for path, x in saved.items():
+        own["/".join(path)] = x if x.shape == shapes[path] else x[0]
       new = {name: wrapper.restart(first, target, own)}
       new = stack.add_replica_axis(wrappers, new, replicas)
       new = trees.conform(f"wrapper {name!r}: restart", new[name], template)
@@ -346,27 +345,13 @@ class _Plan:
 
     # Sharded outputs, so that no device ever holds the copies of all replicas.
     shardings = jax.tree.map(lambda x: x.sharding, template)
-    made = jax.jit(make, out_shardings=shardings)(target, saved)
-    if difference:
-      dropped = {path[0]: None for path in wanted if path not in saved}
-      _log.warning(
-        "%s has another state of wrapper %r, as for other replicas: %s. It "
-        "begins at the restored parameters. Dropped are %s.",
-        self._where,
-        name,
-        difference,
-        ", ".join(dropped),
-      )
-    return {
-      (WRAPPER_STATES, name, *path): x
-      for path, x in trees.leaves_by_path(made).items()
-    }
+    return jax.jit(make, out_shardings=shardings)(target, saved)
 
-  def _unflatten(self, leaves: Leaves) -> TrainState:
+  def _unflatten(self, leaves: dict[Path, Any]) -> Any:
     """Returns the state; what is not made yet stays abstract."""
     return jax.tree.unflatten(
       jax.tree.structure(self._template),
-      [leaves.get(path, x) for path, x in self._wanted.items()],
+      list((self._wanted | leaves).values()),
     )
 
 

@@ -51,12 +51,14 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"  # its file of a step's items
 
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
-# TensorStore writes a file under a name with the first suffix, and renames it.
-# Of the marks nothing is read.
-_UNCOMPARED = (".__lock", COMMIT_MARK)
+# Files without a digest. Orbax writes its own metadata and the marks, of which
+# nothing is read, once more. TensorStore writes a file under a name with the
+# second suffix, and renames it.
+_UNCOMPARED = (_STEP_METADATA, ".__lock", COMMIT_MARK)
 
 # Errors of a file that is not what was saved. Others, such as too many open
-# files or no permission, say nothing of the file, and are raised as they are.
+# files, no permission or no network, say nothing of the file, and are raised as
+# they are.
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 # Size and crc32 of a file; None if only the size was recorded.
@@ -67,16 +69,28 @@ class Damaged(ValueError):
   """A step differs from what was saved; the message names the file."""
 
 
+def names_in(directory: Directory) -> set[str]:
+  """Returns the names in a directory; none if it is missing, or a file.
+
+  `exists` and `is_dir` are False also if the path cannot be looked at.
+
+  Raises:
+    OSError: This process cannot read it.
+  """
+  try:
+    return {path.name for path in directory.iterdir()}
+  except _MISSING:
+    return set()
+
+
 def is_complete(step_dir: files_lib.Path) -> bool:
   """Returns whether the directory of a step exists and is no unfinished save.
 
   Args:
     step_dir: Path of the directory with the final name.
   """
-  path: Directory = epath.Path(step_dir)
-  if files_lib.is_bucket(path):
-    return bool((path / COMMIT_MARK).exists())
-  return bool(path.is_dir())
+  names = names_in(epath.Path(step_dir))
+  return COMMIT_MARK in names if files_lib.is_bucket(step_dir) else bool(names)
 
 
 def unfinished(directory: str, step: int) -> Directory:
@@ -88,14 +102,16 @@ def unfinished(directory: str, step: int) -> Directory:
 def trees_in(step_dir: Directory) -> dict[str, Directory]:
   """Returns the path of each tree that Orbax wrote into a step, by name."""
   found = {}
-  for path in filter(is_tree, step_dir.iterdir() if step_dir.is_dir() else ()):
-    found[path.name] = path
+  for name in names_in(step_dir):
+    if is_tree(step_dir / name):
+      found[name] = step_dir / name
   return found
 
 
 def is_tree(path: Directory) -> bool:
   """Returns whether a directory is a tree that Orbax wrote."""
-  return bool((path / _TREE_METADATA).exists())
+  # In a bucket, a file is listed as the only entry of itself.
+  return path.name != _TREE_METADATA and _TREE_METADATA in names_in(path)
 
 
 def read_json(path: Directory) -> dict[str, Any]:
@@ -112,12 +128,6 @@ def read_json(path: Directory) -> dict[str, Any]:
   # The last one if it is nested too deep.
   except (ValueError, TypeError, RecursionError) as e:
     raise Damaged(f"{path} is not a JSON object: {e}.") from e
-
-
-def read_metadata(step_dir: Directory) -> dict[str, Any] | None:
-  """Returns the metadata of a step; None if flaxshard did not write it."""
-  path = step_dir / FLAXSHARD / JSON
-  return read_json(path) if path.exists() else None
 
 
 # -- Writing.
@@ -138,15 +148,11 @@ def write_digests(step_dir: Directory, *, contents: bool) -> None:
 
   paths = files_lib.files_in(step_dir)
   names = [str(path.relative_to(step_dir)) for path in paths]
-  # Orbax writes its own metadata and the marks once more.
-  names = [
-    n for n in names if n != _STEP_METADATA and not n.endswith(_UNCOMPARED)
-  ]
+  names = [name for name in names if not name.endswith(_UNCOMPARED)]
   # crc32 releases the GIL, so threads speed it up.
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     digests = dict(zip(names, pool.map(digest, names), strict=True))
-  content = {"files": digests, "crc32": _crc_of(digests)}
-  text = json.dumps(content, indent=1)
+  text = json.dumps({"files": digests, "crc32": _crc_of(digests)}, indent=1)
   (step_dir / FLAXSHARD / _DIGESTS).write_text(text)
 
 
@@ -171,43 +177,50 @@ def _crc_of(digests: Any) -> int:
 # -- Comparing.
 
 
-def check(where: Directory) -> None:
+def check(where: Directory) -> dict[str, Any] | None:
   """Compares what is read of every step, without its digests.
 
   Orbax's manager reads the metrics and the metadata of all steps, and raises
   without naming the file if one is damaged.
 
   Args:
-    where: Path of the directory of the step.
+    where: Path of the directory of the step, or of a file of Flax.
+
+  Returns:
+    The metadata of the step; None if flaxshard did not write it.
 
   Raises:
     Damaged: The step is missing, empty or was saved under another number, an
       item is missing, or one of these files cannot be read.
+    OSError: This process cannot read a file.
   """
   if where.is_file():
-    return  # Flax writes a state as one file
-  if not where.is_dir():
-    raise Damaged(f"{where} is missing.")
-  # A process that is killed while it deletes a step can leave one behind.
-  if not any(where.iterdir()):
-    raise Damaged(f"{where} is empty.")
-  metadata, path = read_metadata(where), where / _STEP_METADATA
-  if metadata is not None or path.exists():
+    return None
+  names = names_in(where)
+  if not names:
+    # A process that is killed while it deletes a step can leave an empty one.
+    raise Damaged(f"{where} is {'empty' if where.exists() else 'missing'}.")
+  if _STEP_METADATA in names or FLAXSHARD in names:
+    path = where / _STEP_METADATA
     # The handlers by item, or the only one; None in a step of an older Orbax.
     items = read_json(path).get("item_handlers")
     for item in sorted(items) if isinstance(items, dict) else ():
-      if not (where / item).is_dir():
+      if item not in names:
         raise Damaged(f"{where / item} is missing; {_STEP_METADATA} has it.")
-  if (where / METRICS / METRICS).exists():
+  if METRICS in names_in(where / METRICS):
     read_json(where / METRICS / METRICS)
+  if FLAXSHARD not in names:
+    return None
+  metadata = read_json(where / FLAXSHARD / JSON)
   match = NAME.fullmatch(where.name)
-  saved = (metadata or {}).get("step")
   # The position of the data, the metrics and a schedule are those of its step.
-  if match and saved not in (None, int(match[1])):
+  if match and metadata.get("step") not in (None, int(match[1])):
+    saved = metadata["step"]
     raise Damaged(
       f"{where} was saved as step {saved}: it was copied or renamed. Give it "
       f"the name {saved} to restore it."
     )
+  return metadata
 
 
 def verify(
@@ -246,9 +259,8 @@ def verify(
     False
   """
   where: Directory = epath.Path(step_dir)
-  check(where)
   path = where / FLAXSHARD / _DIGESTS
-  if not path.parent.is_dir():
+  if check(where) is None:
     _log.info("%s has no digests: it is read without a check", where)
     return False
   content = read_json(path)

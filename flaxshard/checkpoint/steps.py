@@ -48,26 +48,26 @@ def find(
     names: The names that count as steps: `step_files.NAME` or `OURS`.
   """
   path = as_path(directory)
-  entries: list[Directory] = []
-  if path.is_dir():
-    # Another process may have deleted it meanwhile.
-    with contextlib.suppress(FileNotFoundError):
-      entries = sorted(path.iterdir())
   found: dict[int, Directory] = {}
-  for path in entries:
-    match = names.fullmatch(path.name)
-    may_be_unfinished = files.is_bucket(path) and path.name.isdigit()
-    if match and (not may_be_unfinished or step_files.is_complete(path)):
-      found.setdefault(int(match[1]), path)
+  for name in sorted(step_files.names_in(path)):
+    match = names.fullmatch(name)
+    may_be_unfinished = files.is_bucket(path) and name.isdigit()
+    if match and (not may_be_unfinished or step_files.is_complete(path / name)):
+      found.setdefault(int(match[1]), path / name)
   return dict(sorted(found.items()))
 
 
 def is_step(path: Directory) -> bool:
   """Returns whether a path is one checkpoint, not a directory of several."""
-  if path.is_file() or step_files.is_tree(path):
+  if path.is_file():
     return True
-  trees = step_files.trees_in(path)
-  return any(not step_files.NAME.fullmatch(name) for name in trees)
+  # A directory of steps may have others that this process cannot read.
+  with contextlib.suppress(PermissionError):
+    if step_files.is_tree(path):
+      return True
+    trees = step_files.trees_in(path)
+    return any(not step_files.NAME.fullmatch(name) for name in trees)
+  return False
 
 
 def number_of(path: Directory) -> int | None:

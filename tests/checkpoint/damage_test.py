@@ -105,7 +105,7 @@ def test_every_file_has_its_size_and_crc32(saved):
     assert (len(content), zlib.crc32(content)) == (size, crc)
   items = {"default", "input_iterator", "metrics", "wrappers", "flaxshard"}
   assert {name.split("/")[0] for name in named} == items
-  assert step_files.read_metadata(step) == {
+  assert step_files.check(step) == {
     "flaxshard": fs.__version__,
     "jax": jax.__version__,
     "orbax": ocp.__version__,

@@ -154,7 +154,7 @@ with fs.Checkpointer(path) as checkpointer:
   names = json.loads(digests_file.read_text())["files"]
   for process in (0, 1):
     assert any(f"ocdbt.process_{process}/d/" in name for name in names), names
-  metadata = step_files.read_metadata(path / "3")
+  metadata = step_files.check(path / "3")
   assert (metadata["processes"], metadata["devices"]) == (2, 4), metadata
   assert metadata["mesh"] == {"replica": 4}
   assert step_files.verify(path / "3")
