@@ -120,9 +120,7 @@ def _place(where: Any, leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
       raise ValueError(f"{where}: {name}: {number} is not exact in {x.dtype}.")
   if not isinstance(x, jax.Array):
     # Each device gets only its part.
-    x = jax.make_array_from_callback(
-      leaf.shape, asked.sharding, lambda index: x[index]
-    )
+    x = jax.make_array_from_callback(leaf.shape, asked.sharding, x.__getitem__)
   # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG key
   # is known only once it is read.
   if difference := trees.difference_by_path({path: x}, {path: asked}):
@@ -165,10 +163,10 @@ def open_unverified(
     return _msgpack_leaves(where)
   there = step_files.trees_in(where)
   names = step_files.PLAIN if plain_item is None else (plain_item,)
-  found = [there[name] for name in names if name in there]
-  if plain_item is None and step_files.is_tree(where):
-    found = [where]
-  if not found:
+  plain = where if plain_item is None and step_files.is_tree(where) else None
+  for name in names:
+    plain = plain or there.get(name)
+  if plain is None:
     others = sorted(there.keys() - {step_files.WRAPPERS})
     # Another program names its items as it likes: nothing is lost.
     raise (ValueError if others else step_files.Damaged)(
@@ -176,7 +174,7 @@ def open_unverified(
       f"only {', '.join(map(repr, others)) or 'no items'}: plain_item is the "
       "name of the item to restore."
     )
-  leaves = _orbax_leaves(found[0])
+  leaves = _orbax_leaves(plain)
   if step_files.WRAPPERS in there:
     leaves |= _orbax_leaves(there[step_files.WRAPPERS], WRAPPER_STATES)
   return leaves
@@ -226,24 +224,24 @@ def _orbax_leaves(directory: Any, *at: str) -> dict[Path, SavedLeaf]:
   metadata = trees.leaves_by_path(saved)
 
   def read_leaves(wanted: Mapping[Path, Asked]) -> Mapping[Path, Any]:
-    def request(path: Any, x: Any) -> Any:
-      key = trees.path_strings(path)
-      if key not in wanted:
-        return ocp.PLACEHOLDER
-      # In the saved dtype, so that `_place` notices a cast that changes it.
-      if isinstance(x, ocp.metadata.value.ScalarMetadata):
-        return x.dtype.type(0).item()
-      is_number = leaves[(*at, *key)].is_number
-      return np.zeros((), x.dtype) if is_number else wanted[key]
-
-    item = jax.tree_util.tree_map_with_path(request, saved)
+    requests, largest = [], _BYTES_AT_ONCE
+    for key, x in metadata.items():
+      request = wanted.get(key, ocp.PLACEHOLDER)
+      if key in wanted:
+        largest = max(largest, _bytes_to_read(x))
+        # In the saved dtype, so that `_place` notices a cast that changes it.
+        if isinstance(x, ocp.metadata.value.ScalarMetadata):
+          request = x.dtype.type(0).item()
+        elif leaves[(*at, *key)].is_number:
+          request = np.zeros((), x.dtype)
+      requests.append(request)
+    item = jax.tree.unflatten(jax.tree.structure(saved), requests)
     # Each leaf is in memory twice while it is read: as it was read, and as it
     # is placed. So the bytes in flight are limited to those of the largest one;
     # Orbax wants more than the largest request.
-    largest = max(_bytes_to_read(metadata[key]) for key in wanted)
     handler = ocp.PyTreeCheckpointHandler(
       handler_impl=ocp.BasePyTreeCheckpointHandler(
-        restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1
+        restore_concurrent_bytes=largest + 1
       )
     )
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)

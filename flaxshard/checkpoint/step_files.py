@@ -268,7 +268,8 @@ def verify(
   if content.get("crc32") != _crc_of(digests):
     raise Damaged(f"{path} is not what was written: its own crc32 differs.")
 
-  def compare(name: str) -> None:
+  def compare(name: str) -> int | None:
+    """Returns the crc32 that a file has, and had."""
     (size, crc), path = digests[name], where / name
     try:
       found = _digest(path, contents and crc is not None)
@@ -278,8 +279,7 @@ def verify(
       raise Damaged(f"{path} has {found[0]:,} bytes, {size:,} were written.")
     if found[1] not in (None, crc):
       raise Damaged(f"{path} has crc32 {found[1]:08x}, {crc:08x} was written.")
+    return crc
 
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    list(pool.map(compare, sorted(digests)[part::parts]))
-  # All processes must agree, so this does not depend on the part.
-  return all(crc is not None for _, crc in digests.values())
+    return None not in list(pool.map(compare, sorted(digests)[part::parts]))
