@@ -317,9 +317,7 @@ def _take(x: Any, lookup: _Lookup | None) -> Any:
   return jnp.where(is_used, rows, lax.stop_gradient(rows))
 
 
-def _elementwise(eqn: Any, args: Sequence[Any]) -> _Table | None:
-  if not _has_derivative(eqn):
-    return None
+def _elementwise(eqn: Any, args: Sequence[Any]) -> _Table:
   apply = functools.partial(eqn.primitive.bind, **eqn.params)
   return _Table(
     next(x.leaf for x in args if isinstance(x, _Table)),

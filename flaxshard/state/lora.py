@@ -282,7 +282,7 @@ def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
 
   key = rng
   if isinstance(rng, Mapping) and rng:
-    key = rng["params"] if "params" in rng else next(iter(rng.values()))
+    key = rng.get("params", next(iter(rng.values())))
   return dataclasses.replace(
     init,
     initialize=initialize,
