@@ -19,6 +19,7 @@ from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -99,9 +100,11 @@ def pairs_of(grads: PyTree, selected: set[str]) -> list[Pair]:
     grads: A tree like the parameters, with None where there is no gradient.
     selected: The paths to return.
   """
-  leaves = trees.leaves_by_path(grads, of_gradients=True)
-  named = {"/".join(path) or "<root>": g for path, g in leaves.items()}
-  return [(g, path) for path, g in named.items() if path in selected]
+  flat = jax.tree_util.tree_leaves_with_path(
+    grads, is_leaf=lambda x: x is None or is_indexed_slices(x)
+  )
+  named = ((g, trees.path_string(path)) for path, g in flat)
+  return [(g, p) for g, p in named if p in selected]
 
 
 def gradients_argument(
