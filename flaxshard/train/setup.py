@@ -6,32 +6,46 @@ reported within seconds. A plan uses it too, for devices that need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import functools
 from typing import Any
 
+from flax import linen as nn
+from flax.core.scope import DenyList
 import jax
 import numpy as np
 
 from flaxshard import data
+from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import optimizer
+from flaxshard.core import patterns
 from flaxshard.core import registry
+from flaxshard.core.policy import Policy
 from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import PerReplica
+from flaxshard.sparse import optimizer as sparse_optimizer
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import lora
+from flaxshard.state.create import create_train_state
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.tasks.stream import Stream
-from flaxshard.train import creation as creation_lib
 from flaxshard.train import steps
 from flaxshard.train.devices import Rank
+from flaxshard.wrappers import stack
+from flaxshard.wrappers.accumulate import Accumulate
+from flaxshard.wrappers.loss_scale import LossScale
 
 _ALONE = Rank()
 
@@ -59,7 +73,6 @@ class Setup:
     batch_size: Examples in a batch, of this worker alone if there are several.
     schedule: The learning rate, as a function of the applied updates.
     abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
-    create_state: Returns a new state, and warns of a precision without a scale.
 
   Raises:
     ValueError, TypeError: The data, the model, the optimizer, the rules and the
@@ -89,9 +102,86 @@ class Setup:
       )
     self.batch_size = config.batch_size // rank.num_workers
     tx, self.schedule = optimizer.create(config)
-    self.abstract_state, self.create_state = creation_lib.plan_state(
-      config, strategy, loaded, tx
+    self._tx = sparse_optimizer.wrap(
+      tx, config.sparse, config.sparse_semantics, prefix="config."
     )
+    with registry.errors_name("config.wrappers"):
+      self._wrappers = _create_wrappers(config)
+      stack.check_replicas(self._wrappers, strategy.num_replicas_in_sync)
+    self._sown: list[str] = []
+    self.abstract_state = self._create(abstract=True)
+    if sown := _sown_collections(self.abstract_state):
+      self._sown = sown
+      self.abstract_state = self._create(abstract=True)
+
+  # The state.
+
+  def create_state(self) -> TrainState:
+    """Returns a new state, and warns of a precision without a scale."""
+    leaves = jax.tree.leaves(self._create())
+    # The static fields of the traced state, or the step would compile again.
+    return jax.tree.unflatten(jax.tree.structure(self.abstract_state), leaves)
+
+  def _create(self, **options: Any) -> TrainState:
+    config, example = self.config, self.shapes.example
+    rules = rules_lib.from_config(config.mesh.rules)
+    factors = lora.LoRA(**config.lora) if config.lora.rank else None
+    # Anew each time: the arrays of an NNX module would otherwise stay in memory
+    # during a restore and the whole run.
+    model = self.task.make_model(
+      config.model,
+      example=example,
+      num_classes=self.shapes.num_classes,
+      policy=Policy(config.precision),
+      seed=config.seed,
+    )
+    args, kwargs = self.task.abstract_inputs(
+      {
+        key: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+        for key, x in example.items()
+      }
+    )
+    if isinstance(model, nn.Module):
+      # Models without a default mode are initialized as in evaluation.
+      mode = apply.mode_arguments(model.__call__, False, args, required=True)
+      options = {**mode, **kwargs, **options}
+    if self._sown:
+      # Otherwise `init` puts the values that it sows in the state.
+      options["mutable"] = DenyList(("intermediates", *self._sown))
+    with self._errors_name_fields():
+      return create_train_state(
+        model,
+        jax.random.key(config.seed),
+        args,
+        self._tx,
+        wrappers=self._wrappers,
+        strategy=self.strategy,
+        rules=rules,
+        lora=factors,
+        **options,
+      )
+
+  @contextlib.contextmanager
+  def _errors_name_fields(self) -> Iterator[None]:
+    """Names the model and the data in errors of the user's model or rules."""
+    try:
+      yield
+    except patterns.PatternError as e:
+      # It names config.freeze, config.learning_rates, config.sparse or lora; or
+      # begins with "rules", a field of config.mesh.
+      if not str(e).startswith("rules"):
+        raise
+      raise ValueError(f"config.mesh.{e}") from e
+    except (TypeError, ValueError, ArithmeticError, LookupError) as e:
+      its_model = f"config.model ({self.config.model.get('name')!r})"
+      its_data = f"config.data ({self.config.data.get('name')!r})"
+      if self.task.create_model is not None:
+        its_model = f"the model of {self.task.name}"
+      if not self.config.data:
+        its_data = f"the data of {self.task.name}"
+      is_type_error = isinstance(e, TypeError)
+      kind = checks.ArgumentTypeError if is_type_error else ValueError
+      raise kind(f"{its_model} with {its_data}: {e}") from e
 
   @property
   def num_train_examples(self) -> int | None:
@@ -210,7 +300,7 @@ class Setup:
       ValueError, TypeError: The model cannot be trained on the data.
     """
     state, progress, batch, rng = self.arguments
-    with creation_lib.errors_name_fields(self.config, self.task):
+    with self._errors_name_fields():
       traced: jax.stages.Traced
       traced = self.train_step.trace(state, progress, batch, rng)
       # Evaluation is compiled much later: trace it now to find its errors.
@@ -328,3 +418,44 @@ class Setup:
   def _rows(self) -> Sequence[int]:
     """Returns the rows of a batch that this process reads."""
     return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
+
+
+def _create_wrappers(config: Any) -> stack.Wrappers:
+  """Returns the wrappers, with an `Accumulate` for `config.accumulate_steps`.
+
+  It stands as far outside as possible, so that other wrappers see the gradients
+  of the update. A dynamic `LossScale` and what is around it stay outside.
+  """
+  wrappers = wrappers_lib.from_config(config.wrappers)
+  if any(isinstance(w, Accumulate) for w in wrappers):
+    raise ValueError(
+      "'accumulate' is not a wrapper of a training config; set "
+      "config.accumulate_steps, which the schedule depends on as well."
+    )
+  if config.accumulate_steps == 1:
+    return wrappers
+  position = 0
+  for i, w in enumerate(wrappers):
+    if isinstance(w, LossScale) and w.skips_steps:
+      position = i + 1
+  outer, inner = wrappers[:position], wrappers[position:]
+  # A wrapper such as CrossShard has reduced the gradients of each batch.
+  per_replica = config.mesh.per_replica and not stack.reduces_gradients(outer)
+  added = Accumulate(config.accumulate_steps, per_replica=per_replica)
+  return stack.check([*outer, added, *inner])
+
+
+def _sown_collections(state: TrainState) -> list[str]:
+  """Returns the names of collections that the initialization has sown.
+
+  `nn.Module.sow` appends to tuples; other variables are not in tuples.
+  """
+  model = getattr(lora.model_apply(state.apply_fn), "__self__", None)
+  if not isinstance(model, nn.Module):
+    return []
+  return [
+    name
+    for name, tree in fields_lib.collections(state).items()
+    if (paths := jax.tree_util.tree_leaves_with_path(tree))
+    and all(isinstance(p[-1], jax.tree_util.SequenceKey) for p, _ in paths)
+  ]
