@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from flaxshard.core import checks
 from flaxshard.plans.traffic import Collective
 from flaxshard.plans.traffic import collectives
 
@@ -71,8 +72,8 @@ def assert_traffic(
     AssertionError: A collective is not expected, an expected one does not
       occur, or the bytes differ. The message names kind, axes, bytes and source
       line of each.
-    KeyError: The mesh has no such axis.
-    ValueError: `mesh` has another number of devices than the program.
+    ValueError: The mesh has no such axis, or another number of devices than
+      the program.
 
   Example:
     >>> import numpy as np
@@ -135,6 +136,8 @@ def _entries(
       traffic = [Traffic(given)]  # type: ignore[arg-type]
     for one in traffic:
       axes = [one.axes] if isinstance(one.axes, str) else one.axes
+      for axis in axes:
+        checks.one_of(f"expected[{kind!r}]: axes", axis, mesh.axis_names)
       # No collective spans an axis of one device.
       spanned = tuple(axis for axis in axes if mesh.shape[axis] > 1)
       entries.append((kind, dataclasses.replace(one, axes=spanned)))

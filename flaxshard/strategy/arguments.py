@@ -25,7 +25,6 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
-from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -38,7 +37,7 @@ OWN, SHARED, SPLIT = "own", "shared", "split"
 
 
 class Leaf(NamedTuple):
-  """A leaf of arguments or results.
+  """What a leaf of arguments or results is.
 
   Attributes:
     path: Its path.
@@ -66,18 +65,14 @@ def is_node(x: Any) -> bool:
   return is_state(x) or isinstance(x, (values.PerReplica, values.Replicated))
 
 
-def wrappers_of(x: Any) -> tuple[base.Base, ...]:
-  """Returns the wrappers of a TrainState; Flax's own has none, as all else."""
-  return x.wrappers if isinstance(x, TrainState) else ()
-
-
-def leaves_of(tree: PyTree) -> list[Leaf]:
-  """Returns what the leaves of a tree of arguments or results are."""
+def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
+  """Returns what the leaves of arguments or results are, and the leaves."""
   leaves: list[Leaf] = []
+  found: list[Any] = []
   # What kind of leaf it is depends on the node around it.
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
-    wrappers = wrappers_of(node) if is_state(node) else None
-    is_shared = wrappers is not None or isinstance(node, values.Replicated)
+    wrappers = getattr(node, "wrappers", ()) if is_state(node) else None
+    shared = wrappers is not None or isinstance(node, values.Replicated)
     if wrappers:
       # A wrapper says by its specs which of its leaves are per replica.
       states = stack.map_per_replica(
@@ -87,13 +82,13 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
     for inner, x in jax.tree_util.tree_leaves_with_path(
       node, is_leaf=values.is_per_replica
     ):
-      kind = OWN if values.is_per_replica(x) else SHARED if is_shared else SPLIT
-      rows = x.value if values.is_per_replica(x) else x
-      leaves += [
-        Leaf((*path, *inner, *rest), kind, wrappers)
-        for rest, _ in jax.tree_util.tree_leaves_with_path(rows)
-      ]
-  return leaves
+      kind = SHARED if shared else SPLIT
+      if values.is_per_replica(x):
+        kind, x = OWN, x.value
+      for rest, value in jax.tree_util.tree_leaves_with_path(x):
+        leaves.append(Leaf((*path, *inner, *rest), kind, wrappers))
+        found.append(value)
+  return leaves, found
 
 
 # -- The arguments, before they are on the mesh.
@@ -146,12 +141,6 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
       raise ValueError(
         f"{where} is deleted: it was donated to an earlier call."
       )
-    replicas = mesh.shape[mesh_lib.REPLICA]
-    if leaf.kind == OWN and np.shape(x)[:1] != (replicas,):
-      raise ValueError(
-        f"{where}, which each replica has for itself, must have the {replicas} "
-        f"replicas as its first dimension, got shape {np.shape(x)}."
-      )
     target = _sharding_on(mesh, where, x, leaf.kind)
     if isinstance(x, jax.ShapeDtypeStruct) or compile_only.is_compile_only(
       mesh
@@ -173,6 +162,12 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
 
 def _sharding_on(mesh: Mesh, where: str, x: Any, kind: str) -> NamedSharding:
   """Returns the sharding with which an argument enters the program."""
+  replicas = mesh.shape[mesh_lib.REPLICA]
+  if kind == OWN and np.shape(x)[:1] != (replicas,):
+    raise ValueError(
+      f"{where}, which each replica has for itself, must have the {replicas} "
+      f"replicas as its first dimension, got shape {np.shape(x)}."
+    )
   sharding = getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
     return default_sharding(mesh, kind)
@@ -217,8 +212,10 @@ def to_local(tree: PyTree) -> PyTree:
       return jax.tree.map(lambda x: x[0], node.value)
     if not is_state(node):
       return node
-    if wrappers_of(node):
-      states = stack.local_states(node.wrappers, node.wrapper_states)
+    if wrappers := getattr(node, "wrappers", ()):
+      states = stack.map_per_replica(
+        lambda name, x: x[0], wrappers, node.wrapper_states
+      )
       node = _swap_collections(node, states)
     fields = fields_lib.array_fields(node)
     own_paths = values.paths_of_per_replica(fields)
@@ -240,9 +237,9 @@ def to_global(tree: PyTree) -> PyTree:
     TypeError: The function returned a `PerReplica`.
   """
 
-  def row(x: Any) -> jax.Array:
+  def row(tree: PyTree) -> values.PerReplica:
     # With the axis of the replicas, of length 1.
-    return jnp.asarray(x)[None]
+    return values.PerReplica(jax.tree.map(lambda x: jnp.asarray(x)[None], tree))
 
   def convert(node: Any) -> Any:
     if values.paths_of_per_replica(node):
@@ -250,34 +247,32 @@ def to_global(tree: PyTree) -> PyTree:
         "run: fn returned a PerReplica. fn must return this replica's value; "
         "run returns a PerReplica with the values of all replicas."
       )
+    if not is_node(node):
+      return row(node)
     if own_paths := getattr(node, "own_paths", None):
       fields = jax.tree.map_with_path(
-        lambda path, x: (
-          values.PerReplica(jax.tree.map(row, x)) if path in own_paths else x
-        ),
+        lambda path, x: row(x) if path in own_paths else x,
         fields_lib.array_fields(node),
         is_leaf=lambda path, _: path in own_paths,
         is_leaf_takes_path=True,
       )
       node = node.replace(**fields, own_paths=frozenset())
-    if wrappers_of(node):
+    if wrappers := getattr(node, "wrappers", ()):
       node = _swap_collections(node, node.wrapper_states)
-      states = stack.add_replica_axis(node.wrappers, node.wrapper_states)
-      return node.replace(wrapper_states=states)
-    if is_state(node) or isinstance(node, values.Replicated):
-      return node
-    return values.PerReplica(row(node))
+      states = stack.add_replica_axis(wrappers, node.wrapper_states)
+      node = node.replace(wrapper_states=states)
+    return node
 
   return jax.tree.map(convert, tree, is_leaf=is_node)
 
 
 def _swap_collections(state: Any, states: Mapping[str, PyTree]) -> Any:
   """Exchanges the state's collections for those of one replica."""
-  new, collections = dict(states), fields_lib.collections(state)
+  new, swapped = dict(states), dict[str, PyTree]()
   for w in state.wrappers:
-    if stack.keeps_collections(new[w.name]):
-      kept = new[w.name].collections
-      given = {name: collections[name] for name in kept}
-      new[w.name] = new[w.name]._replace(collections=given)
-      collections = {**collections, **kept}
-  return state.replace(wrapper_states=new, **collections)
+    if stack.keeps_collections(states[w.name]):
+      kept = states[w.name].collections
+      given = {k: swapped.get(k, getattr(state, k)) for k in kept}
+      new[w.name] = states[w.name]._replace(collections=given)
+      swapped |= kept
+  return state.replace(wrapper_states=new, **swapped)

@@ -50,18 +50,18 @@ class CompiledForms:
   """The compiled forms of one function, by structure of its arguments.
 
   Attributes:
+    get_function: Returns the function, when a program is traced. It is a weak
+      reference: the cache must not keep the function alive.
     mesh: The strategy's mesh.
     donate_argnums: The positions of arguments that may be overwritten.
     reductions: Of a function for `Strategy.run_steps`: how the outputs of the
       last step are reduced; else None.
-    get_function: Returns the function, when a program is traced. It is a weak
-      reference: the cache must not keep the function alive.
   """
 
+  get_function: Callable[[], Function | None]
   mesh: jax.sharding.Mesh
   donate_argnums: tuple[int, ...]
   reductions: program_lib.Reductions | None
-  get_function: Callable[[], Function | None]
 
   def __post_init__(self) -> None:
     self._compiled: dict[Any, Any] = {}
@@ -125,30 +125,28 @@ class CompiledForms:
         f"arguments, of which there are {len(args)}."
       )
     arguments.refuse_modules((args, kwargs))
-    values, treedef = jax.tree.flatten((args, kwargs))
-    leaves = arguments.leaves_of((args, kwargs))
+    leaves, values = arguments.flatten((args, kwargs))
     placed = [
       arguments.place(self.mesh, x, leaf)
       for x, leaf in zip(values, leaves, strict=True)
     ]
-    shardings = tuple(x.sharding for x in placed)
-    key = treedef, shardings
+    treedef = jax.tree.structure((args, kwargs))
+    key = treedef, tuple(x.sharding for x in placed)
     if key not in self._compiled:
-      program = program_lib.ReplicaProgram(
+      shapes = [compile_only.abstract_array(x, x.sharding) for x in placed]
+      # Batches that are no list have the steps as their first dimension.
+      is_stacked = self.reductions is not None and not isinstance(args[1], list)
+      batches = mistakes.check_arguments(
+        self.mesh, values, leaves, shapes, is_stacked=is_stacked
+      )
+      run = functools.partial(
+        program_lib.run,
+        self._function,
         self.mesh,
         treedef,
         leaves,
-        shardings,
-        self._function,
-        mistakes.check_arguments(
-          self.mesh,
-          values,
-          leaves,
-          shardings,
-          # Batches with the steps as their first dimension.
-          is_stacked=self.reductions is not None
-          and not isinstance(args[1], list),
-        ),
+        shapes,
+        batches,
       )
       # JAX sees the leaves as arguments, not the trees.
       donated = [
@@ -156,7 +154,7 @@ class CompiledForms:
         for i, leaf in enumerate(leaves)
         if leaf.path[0].idx == 0 and leaf.path[1].idx in self.donate_argnums
       ]
-      self._compiled[key] = jax.jit(program.run, donate_argnums=donated)
+      self._compiled[key] = jax.jit(run, donate_argnums=donated)
     return leaves, placed, self._compiled[key]
 
   def _function(self) -> Function:
@@ -168,10 +166,10 @@ class CompiledForms:
     return functools.partial(program_lib.run_loop, fn, self.reductions)
 
 
-# The compiled forms by options, of each function, and of each method of an
+# The compiled forms, by options, of each function, and of each method of an
 # object: by the number of the function or the object. One cache for all
 # strategies: equal meshes share what is compiled.
-_forms: dict[tuple[int, Any], dict[Any, CompiledForms]] = {}
+_forms: dict[Any, CompiledForms] = {}
 
 
 def compiled_forms(
@@ -198,16 +196,14 @@ def compiled_forms(
   reference: type = weakref.ref
   if isinstance(fn, types.MethodType):
     owner, function, reference = fn.__self__, fn.__func__, weakref.WeakMethod
-  key = id(owner), function
+  options = mesh, donate_argnums, reductions
+  key = id(owner), function, options
   if key not in _forms:
     # The number of a dead object may be given to a new one. First: it raises if
     # the object takes no weak reference.
     weakref.finalize(owner, _forms.pop, key, None).atexit = False
-    _forms[key] = {}
-  options = mesh, donate_argnums, reductions
-  if options not in _forms[key]:
-    _forms[key][options] = CompiledForms(*options, reference(fn))
-  return _forms[key][options]
+    _forms[key] = CompiledForms(reference(fn), *options)
+  return _forms[key]
 
 
 class CompiledFunction:

@@ -31,7 +31,7 @@ def check_arguments(
   mesh: jax.sharding.Mesh,
   given: Sequence[Any],
   leaves: Sequence[arguments.Leaf],
-  shardings: Sequence[NamedSharding],
+  shapes: Sequence[jax.ShapeDtypeStruct],
   *,
   is_stacked: bool,
 ) -> list[str]:
@@ -41,7 +41,7 @@ def check_arguments(
     mesh: The strategy's mesh.
     given: The leaves of the arguments, as they are passed to `run`.
     leaves: What they are.
-    shardings: Their shardings on the mesh.
+    shapes: Their shapes, dtypes and shardings on the mesh.
     is_stacked: Whether the second argument has batches of several steps,
       `[steps, ...]`.
 
@@ -62,13 +62,14 @@ def check_arguments(
     local = "" if stack.has_local_updates(wrappers) else None
     notes[wrappers] = stack.divergence(wrappers) or local
   whole, is_split = [], False
-  for x, leaf, sharding in zip(given, leaves, shardings, strict=True):
-    over_replicas = mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
+  for x, leaf, shape in zip(given, leaves, shapes, strict=True):
+    spec = shape.sharding.spec
+    over_replicas = mesh_lib.REPLICA in specs_lib.axes_in(spec)
     if leaf.kind == arguments.SHARED:
       note = notes.get(leaf.wrappers)
       if over_replicas and note is not None:
         raise ValueError(
-          f"run: {leaf.argument} is split over 'replica', {sharding.spec}, "
+          f"run: {leaf.argument} is split over 'replica', {spec}, "
           "though its wrappers let replicas step alone: split it over logical "
           f"axes. {note}"
         )
@@ -77,11 +78,7 @@ def check_arguments(
     is_split |= over_replicas and "wrapper_states" not in leaf.argument
     if leaf.kind == arguments.OWN:
       continue
-    if (
-      is_stacked
-      and leaf.path[1].idx == 1
-      and values.has_replica_axis(sharding.spec)
-    ):
+    if is_stacked and leaf.path[1].idx == 1 and values.has_replica_axis(spec):
       # Its examples, split over the replicas, would be taken for steps.
       raise ValueError(
         f"run_steps: batches[{trees.path_string(leaf.path[2:])}] of shape "
@@ -150,7 +147,7 @@ def check_program(
   ]
   found = list(zip(results, checker.run(program, inputs), strict=True))
   differing = [
-    f"{trees.path_string(leaf.path)} ({', '.join(sorted(x.causes)) or _OWN})"
+    f"{trees.path_string(leaf.path)} ({', '.join(x.causes) or _OWN})"
     for leaf, x in found
     if leaf.kind == arguments.SHARED
     and not x.is_same_within(same[leaf.wrappers])
@@ -172,8 +169,8 @@ def check_program(
 
 
 def _warn(
-  gradients: Sequence[same_state.Replication],
-  outputs: Sequence[same_state.Replication],
+  gradients: Sequence[same_state.Fact],
+  outputs: Sequence[same_state.Fact],
   batches: list[str],
   num_replicas: int,
 ) -> None:
@@ -192,7 +189,7 @@ def _warn(
   if (
     batches
     and computed
-    and not any(same_state.NUMBER in x.marks for x in computed)
+    and not any(same_state.NUMBER in x.history for x in computed)
   ):
     whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
     checks.warn(
@@ -205,7 +202,7 @@ def _warn(
   # A sum over the replicas has made them the same, and not only constants or
   # the same data on all replicas.
   if all(x.is_replicated for x in gradients) and any(
-    same_state.SUMMED in x.marks for x in gradients
+    same_state.SUMMED in x.history for x in gradients
   ):
     checks.warn(
       "run: the gradients are already reduced over the replicas when "

@@ -9,7 +9,6 @@ function is a loop over batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import dataclasses
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
@@ -35,100 +33,93 @@ P = jax.sharding.PartitionSpec
 Reductions = tuple[Any, tuple[str | None, ...]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ReplicaProgram:
-  """A function on all replicas, for one structure and sharding of arguments.
+def run(
+  get_function: Callable[[], Callable[..., PyTree]],
+  mesh: jax.sharding.Mesh,
+  treedef: Any,
+  leaves: Sequence[Leaf],
+  shapes: Sequence[jax.ShapeDtypeStruct],
+  batches: list[str],
+  *arrays: jax.Array,
+) -> PyTree:
+  """Returns what a function returns, on all replicas; it is jitted.
 
-  Attributes:
+  Args:
+    get_function: Returns the function, when the program is traced.
     mesh: The strategy's mesh.
     treedef: The structure of `(args, kwargs)`.
-    leaves: What the leaves are.
-    shardings: The sharding of each leaf.
-    get_function: Returns the function, when the program is traced.
-    batches: The arguments that look like batches that are not split.
+    leaves: What the leaves of the arguments are.
+    shapes: Their shapes, dtypes and shardings.
+    batches: Those that look like batches, if none is split.
+    *arrays: The leaves.
   """
-
-  mesh: jax.sharding.Mesh
-  treedef: Any
-  leaves: Sequence[Leaf]
-  shardings: Sequence[NamedSharding]
-  get_function: Callable[[], Callable[..., PyTree]]
-  batches: list[str]
-
-  def run(self, *arrays: jax.Array) -> PyTree:
-    """Returns what the function returns, on all replicas; it is jitted."""
-    in_specs, parts = [], []
-    for x, leaf, sharding in zip(
-      arrays, self.leaves, self.shardings, strict=True
-    ):
-      shared = leaf.kind == arguments.SHARED
-      in_specs.append(
-        P() if shared else specs_lib.only(sharding.spec, [mesh_lib.REPLICA])
-      )
-      if shared and mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec):
+  in_specs, parts = [], []
+  for x, leaf, shape in zip(arrays, leaves, shapes, strict=True):
+    spec = shape.sharding.spec
+    if leaf.kind != arguments.SHARED:
+      in_specs.append(specs_lib.only(spec, [mesh_lib.REPLICA]))
+    else:
+      in_specs.append(P())
+      if mesh_lib.REPLICA in specs_lib.axes_in(spec):
         # jax.shard_map gathers what is stored split over the replicas, but only
         # where the axes are Auto.
-        spec = specs_lib.only(sharding.spec, mesh_lib.logical_axes(self.mesh))
-        x = mesh_lib.constrain(x, NamedSharding(self.mesh, spec))
-      parts.append(x)
-    # Two states may have the same structure: the shapes tell them apart.
-    shapes = map(compile_only.abstract_array, arrays, self.shardings)
-    nodes = jax.tree.leaves(
-      self.treedef.unflatten(shapes), is_leaf=arguments.is_state
-    )
-    states = list(filter(arguments.is_state, nodes))
-    replicas = self.mesh.shape[mesh_lib.REPLICA]
-    context = replica_context.ReplicaContext(
-      replicas, params=tuple(state.params for state in states)
-    )
-    returned: list[Any] = []
+        spec = specs_lib.only(spec, mesh_lib.logical_axes(mesh))
+        x = mesh_lib.constrain(x, NamedSharding(mesh, spec))
+    parts.append(x)
+  nodes = jax.tree.leaves(treedef.unflatten(shapes), is_leaf=arguments.is_state)
+  states = list(filter(arguments.is_state, nodes))
+  replicas = mesh.shape[mesh_lib.REPLICA]
+  context = replica_context.ReplicaContext(
+    replicas, params=tuple(state.params for state in states)
+  )
+  returned: list[Any] = []
 
-    def body(*arrays: jax.Array) -> tuple[list[Any], list[Any]]:
-      args, kwargs = arguments.to_local(self.treedef.unflatten(arrays))
-      with replica_context.activate(context):
-        out = _call(self.get_function(), args, kwargs)
-      trees.check_arrays("run: what fn returned", out)
-      leaves, treedef = jax.tree.flatten(out := arguments.to_global(out))
-      kinds = arguments.leaves_of(out)
-      # Results that each replica has for itself have another spec: they follow.
-      order = sorted(
-        range(len(leaves)), key=lambda i: kinds[i].kind == arguments.OWN
-      )
-      returned[:] = treedef, kinds, order
-      num_shared = sum(leaf.kind != arguments.OWN for leaf in kinds)
-      ordered = [leaves[i] for i in order]
-      return ordered[:num_shared], ordered[num_shared:]
+  def body(*arrays: jax.Array) -> tuple[dict[int, Any], dict[int, Any]]:
+    args, kwargs = arguments.to_local(treedef.unflatten(arrays))
+    with replica_context.activate(context):
+      out = _call(get_function(), args, kwargs)
+    trees.check_arrays("run: what fn returned", out)
+    out = arguments.to_global(out)
+    kinds, values = arguments.flatten(out)
+    returned[:] = jax.tree.structure(out), kinds
+    # What each replica has for itself has another spec.
+    own = {i: x for i, x in enumerate(values) if kinds[i].kind == arguments.OWN}
+    shared = {i: x for i, x in enumerate(values) if i not in own}
+    return shared, own
 
-    mapped = jax.shard_map(
-      body,
-      mesh=self.mesh,
-      in_specs=tuple(in_specs),
-      out_specs=(P(), P(mesh_lib.REPLICA)),
-      axis_names={mesh_lib.REPLICA},
-      # With check_vma=True, jax.grad would sum the gradients of replicated
-      # parameters over the replicas, and groups could not be reduced.
-      check_vma=False,
-    )
-    # Traced once, for the check and for the call.
-    program = jax.jit(mapped, inline=True).trace(*parts).jaxpr
-    treedef, kinds, order = returned
-    mistakes.check_program(
-      program,
-      replicas,
-      self.leaves,
-      [spec != P() for spec in in_specs],
-      [kinds[i] for i in order],
-      self.batches,
-    )
-    # On CPU bfloat16 is summed in float32.
-    if self.mesh.devices.flat[0].platform != "cpu":
-      program = rewrites.sum_before_widening(program)
-    # Types of Explicit axes say how values are split.
-    if set(self.mesh.axis_types[1:]) == {jax.sharding.AxisType.Auto}:
-      program = rewrites.forget_mesh(program)
-    results = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
-    new = treedef.unflatten(results[i] for i in range(len(order)))
-    return _place(self.mesh, new, states)
+  mapped = jax.shard_map(
+    body,
+    mesh=mesh,
+    in_specs=tuple(in_specs),
+    out_specs=(P(), P(mesh_lib.REPLICA)),
+    axis_names={mesh_lib.REPLICA},
+    # With check_vma=True, jax.grad would sum the gradients of replicated
+    # parameters over the replicas, and groups could not be reduced.
+    check_vma=False,
+  )
+  # Traced once, for the check and for the call.
+  traced = jax.jit(mapped, inline=True).trace(*parts)
+  program = traced.jaxpr
+  out_treedef, kinds = returned
+  # The numbers of the leaves, in the order in which the program returns them.
+  order = [i for group in traced.out_info for i in group]
+  mistakes.check_program(
+    program,
+    replicas,
+    leaves,
+    [spec != P() for spec in in_specs],
+    [kinds[i] for i in order],
+    batches,
+  )
+  # On CPU bfloat16 is summed in float32.
+  if mesh.devices.flat[0].platform != "cpu":
+    program = rewrites.sum_before_widening(program)
+  # Types of Explicit axes say how values are split.
+  if set(mesh.axis_types[1:]) == {jax.sharding.AxisType.Auto}:
+    program = rewrites.forget_mesh(program)
+  results = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
+  out = out_treedef.unflatten(results[i] for i in range(len(order)))
+  return _place(mesh, out, states)
 
 
 def _place(mesh: jax.sharding.Mesh, results: PyTree, arrived: list[Any]) -> Any:
@@ -146,17 +137,14 @@ def _place(mesh: jax.sharding.Mesh, results: PyTree, arrived: list[Any]) -> Any:
     if not arguments.is_state(node):
       return node
     treedef: Any = jax.tree.structure(node)
-    shardings = [
-      arguments.default_sharding(mesh, leaf.kind)
-      for leaf in arguments.leaves_of(node)
-    ]
+    kinds, leaves = arguments.flatten(node)
+    shardings = [arguments.default_sharding(mesh, x.kind) for x in kinds]
     # A state leaves with the shardings that it arrived with. Others would make
     # the next step compile again.
     for i, state in enumerate(arrived):
       if jax.tree.structure(state) == treedef:
         shardings = [x.sharding for x in jax.tree.leaves(arrived.pop(i))]
         break
-    leaves = jax.tree.leaves(node)
     return treedef.unflatten(map(mesh_lib.constrain, leaves, shardings))
 
   return jax.tree.map(place, results, is_leaf=arguments.is_node)

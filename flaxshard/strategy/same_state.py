@@ -56,59 +56,55 @@ _INDEXED = frozenset(("gather", "dynamic_slice"))
 SUMMED = "a sum of the replicas' values"
 KEY = "a PRNG key of the replica"
 NUMBER = "the number of the replica, or a part that it has chosen"
+_MARKS = frozenset((SUMMED, KEY, NUMBER))
 
 
-class Replication(NamedTuple):
-  """The fact which replicas are known to hold the same value.
+class Fact(NamedTuple):
+  """Which replicas are known to hold the same value, and what it comes from.
 
   Attributes:
     classes: One number for each replica, counted from 0 in order of appearance.
       Replicas with the same number hold the same value.
-    causes: Names of the primitives after which the values may differ; empty if
-      they are the same, or if only a replica's own data makes them differ.
-    marks: What the value was computed from: `SUMMED`, `KEY`, `NUMBER`.
+    history: `SUMMED`, `KEY` and `NUMBER`, as far as they apply, and names of
+      the primitives after which the values may differ. Without such a name they
+      are the same, or only a replica's own data makes them differ.
   """
 
   classes: tuple[int, ...]
-  causes: frozenset[str] = frozenset()
-  marks: frozenset[str] = frozenset()
+  history: frozenset[str] = frozenset()
 
   @classmethod
-  def of(
-    cls,
-    values: Iterable[Hashable],
-    causes: Iterable[str] = (),
-    marks: Iterable[str] = (),
-  ) -> Replication:
+  def of(cls, values: Iterable[Hashable], history: Iterable[str] = ()) -> Fact:
     """Returns the fact that replicas with equal `values` hold the same."""
     numbers: dict[Hashable, int] = {}
     classes = tuple(numbers.setdefault(v, len(numbers)) for v in values)
-    kept = frozenset(causes if any(classes) else ())
-    return cls(classes, kept, frozenset(marks))
+    kept = frozenset(history)
+    return cls(classes, kept if any(classes) else kept & _MARKS)
 
   @property
   def is_replicated(self) -> bool:
     """Whether all replicas are known to hold the same value."""
     return not any(self.classes)
 
-  def is_same_within(self, groups: Replication) -> bool:
+  @property
+  def causes(self) -> list[str]:
+    """The primitives after which the values may differ."""
+    return sorted(self.history - _MARKS)
+
+  def is_same_within(self, groups: Fact) -> bool:
     """Returns whether replicas hold the same where they do in `groups`."""
     pairs = zip(groups.classes, self.classes, strict=True)
     return len(set(pairs)) == len(set(groups.classes))
 
-  def marked(self, mark: str) -> Replication:
-    """Returns the fact with a further mark."""
-    return self._replace(marks=self.marks | {mark})
+  def after(self, step: str) -> Fact:
+    """Returns the fact with a mark, or the name of a primitive, more."""
+    return self._replace(history=self.history | {step})
 
 
 @functools.cache
-def _combine(facts: frozenset[Replication]) -> Replication:
-  classes, causes, marks = zip(*facts, strict=True)
-  return Replication.of(
-    zip(*classes, strict=True),
-    frozenset().union(*causes),
-    frozenset().union(*marks),
-  )
+def _combine(facts: frozenset[Fact]) -> Fact:
+  classes, history = zip(*facts, strict=True)
+  return Fact.of(zip(*classes, strict=True), frozenset().union(*history))
 
 
 class SameStateCheck:
@@ -122,18 +118,16 @@ class SameStateCheck:
   """
 
   def __init__(self, num_replicas: int):
-    self.constant = Replication.of([0] * num_replicas)
-    self.own = Replication.of(range(num_replicas))
-    self.gradients: list[Replication] = []
+    self.constant = Fact.of([0] * num_replicas)
+    self.own = Fact.of(range(num_replicas))
+    self.gradients: list[Fact] = []
 
-  def within(self, groups: Groups) -> Replication:
+  def within(self, groups: Groups) -> Fact:
     """Returns the fact of a value that the replicas of each group share."""
     first = {i: group[0] for group in groups for i in group}
-    return Replication.of(first.get(i, i) for i in self.own.classes)
+    return Fact.of(first.get(i, i) for i in self.own.classes)
 
-  def run(
-    self, program: Any, inputs: Sequence[Replication]
-  ) -> list[Replication]:
+  def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
     """Returns the facts of a program's outputs.
 
     Args:
@@ -143,7 +137,7 @@ class SameStateCheck:
     program = jaxprs.open_program(program)
     known = dict(zip(program.invars, inputs, strict=True))
 
-    def look_up(atom: Any) -> Replication:
+    def look_up(atom: Any) -> Fact:
       # Literals have no hash.
       is_literal = isinstance(atom, core.Literal)
       return self.constant if is_literal else known.get(atom, self.constant)
@@ -161,7 +155,7 @@ class SameStateCheck:
       known.update(zip(eqn.outvars, outputs, strict=True))
     return list(map(look_up, program.outvars))
 
-  def _join(self, facts: Iterable[Replication]) -> Replication:
+  def _join(self, facts: Iterable[Fact]) -> Fact:
     """Returns the fact of a function of several values.
 
     Replicas hold the same result if they hold the same values of all inputs.
@@ -171,7 +165,7 @@ class SameStateCheck:
       return next(iter(distinct.values()), self.constant)
     return _combine(frozenset(distinct.values()))
 
-  def _equation(self, eqn: Any, given: list[Replication]) -> list[Replication]:
+  def _equation(self, eqn: Any, given: list[Fact]) -> list[Fact]:
     """Returns the facts of an equation's outputs."""
     # An asynchronous collective is two primitives. The second one, `*_done`, is
     # a function of the result of the first one.
@@ -193,19 +187,19 @@ class SameStateCheck:
       return self._loop(step, carry)
     if name == "name":
       return [self._named(params["name"], given[0])]
-    if name in _INDEXED and any(x.marks & {KEY, NUMBER} for x in given[1:]):
-      return [self._join(given).marked(NUMBER)]
+    if name in _INDEXED and any(x.history & {KEY, NUMBER} for x in given[1:]):
+      return [self._join(given).after(NUMBER)]
     if not _names_replicas(_axes(params)):
       return [self._unfollowed(eqn, given)] * len(eqn.outvars)
     if name == "axis_index":
-      return [self.own.marked(NUMBER)]
+      return [self.own.after(NUMBER)]
     return [self._collective(name, params, x) for x in given]
 
-  def _while(self, params: Any, given: list[Replication]) -> list[Replication]:
+  def _while(self, params: Any, given: list[Fact]) -> list[Fact]:
     first, second = params["cond_nconsts"], params["body_nconsts"]
     condition, body = given[:first], given[first : first + second]
 
-    def step(carry: list[Replication]) -> list[Replication]:
+    def step(carry: list[Fact]) -> list[Fact]:
       # The condition decides how often the body runs.
       (goes_on,) = self.run(params["cond_jaxpr"], condition + carry)
       new = self.run(params["body_jaxpr"], body + carry)
@@ -214,10 +208,8 @@ class SameStateCheck:
     return self._loop(step, given[first + second :])
 
   def _loop(
-    self,
-    step: Callable[[list[Replication]], list[Replication]],
-    carry: list[Replication],
-  ) -> list[Replication]:
+    self, step: Callable[[list[Fact]], list[Fact]], carry: list[Fact]
+  ) -> list[Fact]:
     """Returns the facts of a loop's results after any number of steps.
 
     Args:
@@ -232,56 +224,53 @@ class SameStateCheck:
         return carry + out[len(carry) :]
       carry = new
 
-  def _named(self, name: str, x: Replication) -> Replication:
+  def _named(self, name: str, x: Fact) -> Fact:
     """Returns the fact of a value that has a name in the program."""
     if name == replica_context.ASSUMED_REPLICATED:
       return self.constant
     if name == replica_context.REPLICA_OF_KEY:
-      return x._replace(marks=frozenset({KEY}))
+      return x._replace(history=frozenset({KEY}))
     # The rows of a sum are gathered. Other gathers are no sums.
     if name == rows.SUMMED and not x.is_replicated:
-      return x.marked(SUMMED)
+      return x.after(SUMMED)
     if name == replica_context.GRADIENTS:
       self.gradients.append(x)
     return x
 
-  def _collective(self, name: str, params: Any, x: Replication) -> Replication:
+  def _collective(self, name: str, params: Any, x: Fact) -> Fact:
     """Returns the fact of a collective's result for one operand."""
-    groups = params.get("axis_index_groups")
     if name in _SUMS and not x.is_replicated:
-      x = x.marked(SUMMED)
+      x = x.after(SUMMED)
+    groups = params.get("axis_index_groups")
+    # all_to_all and reduce_scatter give each replica another part, even of a
+    # replicated operand. What a collective without a rule does is not known.
+    values: Iterable[Hashable] = self.own.classes
     if name in _REDUCTIONS and not groups:
-      return Replication(self.constant.classes, marks=x.marks)
+      values = self.constant.classes
     # The numbers in groups and permutations are those of replicas only if no
     # other axis is flattened with the replica axis.
-    if _axes(params) == (mesh_lib.REPLICA,):
+    elif _axes(params) == (mesh_lib.REPLICA,):
       if name in _REDUCTIONS:
         members = {i: group for group in groups for i in group}
         # Groups whose members hold the same values, in the same order, have
         # the same result. In another order a sum may round differently.
-        values = (
-          tuple(x.classes[j] for j in members[i]) for i in self.own.classes
-        )
-        cause = f"{name} over axis_index_groups"
-        return Replication.of(values, x.causes | {cause}, x.marks)
-      if name == "ppermute":
+        values = [tuple(x.classes[j] for j in members[i]) for i in values]
+        name += " over axis_index_groups"
+      elif name == "ppermute":
         # A replica to which no other one sends receives zeros.
         source = {to: x.classes[start] for start, to in params["perm"]}
-        senders = map(source.get, self.own.classes)
-        return Replication.of(senders, x.causes | {name}, x.marks)
-    # all_to_all and reduce_scatter give each replica another part, even of a
-    # replicated operand. What a collective without a rule does is not known.
-    return Replication(self.own.classes, x.causes | {name}, x.marks)
+        values = map(source.get, values)
+    return Fact.of(values, x.after(name).history)
 
-  def _unfollowed(self, eqn: Any, given: list[Replication]) -> Replication:
+  def _unfollowed(self, eqn: Any, given: list[Fact]) -> Fact:
     """Returns the output of an equation as a function of all its inputs."""
     name, found = eqn.primitive.name, self._join(given)
     # A collective in the body of a kernel, or one that this check has no rule
     # for, makes the result more than a function of the inputs.
     if name in _IMPURE or _mentions_replicas(eqn):
-      return Replication(self.own.classes, frozenset({name}), found.marks)
+      return Fact.of(self.own.classes, found.after(name).history)
     if name in _OPAQUE:
-      return Replication.of(found.classes, found.causes | {name}, found.marks)
+      return Fact.of(found.classes, found.after(name).history)
     return found
 
 
@@ -290,12 +279,12 @@ def _axes(params: Any) -> tuple[Any, ...]:
   return specs_lib.axes_of(params.get("axes", params.get("axis_name")))
 
 
-def _names_replicas(axes: Any) -> bool:
+def _names_replicas(value: Any) -> bool:
   """Returns whether a parameter of an equation is, or has, the replica axis."""
   # By type first: a NumPy array in a tuple would compare element by element.
   return any(
-    isinstance(axis, str) and axis == mesh_lib.REPLICA
-    for axis in specs_lib.axes_of(axes)
+    isinstance(x, str) and x == mesh_lib.REPLICA
+    for x in (value if isinstance(value, tuple) else (value,))
   )
 
 
@@ -306,12 +295,8 @@ def _mentions_replicas(eqn: Any) -> bool:
     # JAX 0.12 keeps the jaxprs of `custom_root` as attributes of an object.
     for value in eqn.params.values():
       params |= vars(value)
-  named = (
-    _names_replicas(value)
-    for key, value in params.items()
-    if key != "name" and isinstance(value, (str, tuple))
-  )
-  return any(named) or any(
+  params.pop("name", None)
+  return any(map(_names_replicas, params.values())) or any(
     _mentions_replicas(inner)
     for program in core.jaxprs_in_params(params)
     for inner in program.eqns
