@@ -258,6 +258,25 @@ def listed(texts: Sequence[str], most: int = 10) -> str:
   return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
+def table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
+  """Returns the rows of a table as lines of text.
+
+  Args:
+    rows: The cells of each row.
+    numbers: Which columns have numbers: these are aligned to the right.
+
+  Example:
+    >>> print(table([("size", "4 B"), ("all", "16 B")], numbers=[1]))
+    size   4 B
+    all   16 B
+  """
+  line = "  ".join(
+    f"{{:{'>' if i in numbers else '<'}{max(map(len, column))}}}"
+    for i, column in enumerate(zip(*rows, strict=True))
+  )
+  return "\n".join(line.format(*row).rstrip() for row in rows)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
   """Returns a hint for a misspelled name, for the end of an error message.
 

@@ -13,6 +13,7 @@ import jax
 
 from flaxshard.core import checks
 from flaxshard.core import jaxprs
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import source_lines
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.plans import step as step_lib
@@ -239,19 +240,18 @@ def _with_size(what: str, nbytes: int, message: str) -> str:
   return f"{what} ({checks.format_bytes(nbytes)} on each device): {message}"
 
 
-def _parameters(step: Step) -> dict[str, Leaf]:
-  """Returns the parameters by their paths in `step.params`."""
-  leaves = step.state_leaves
-  if step.params is not step.state:
-    leaves = [x for x in leaves if x.path.startswith("params/")]
-  return {x.path.removeprefix("params/"): x for x in leaves}
+def _parameters(step: Step) -> list[Leaf]:
+  """Returns the leaves of the state that are those of `step.params`."""
+  if step.params is step.state:
+    return step.state_leaves
+  return [x for x in step.state_leaves if x.path.startswith("params/")]
 
 
 def _replicated_parameters(
   step: Step, rules: rules_lib.Rules
 ) -> Iterator[Finding]:
   """Finds parameters that are whole against their rule, or unlike others."""
-  mesh, params = step.mesh, list(_parameters(step).values())
+  mesh, params = step.mesh, _parameters(step)
   if mesh is None:
     return
   if rules is not None:
@@ -287,23 +287,20 @@ def _replicated_parameters(
 
 def _replicated_slots(step: Step) -> Iterator[Finding]:
   """Finds slots, and averages, that are split less than their parameter."""
-  params = _parameters(step)
   if step.params is step.state:
     return
-  whole = []
-  for leaf in step.state_leaves:
-    parts = leaf.path.split("/")
-    ends = ("/".join(parts[start:]) for start in range(1, len(parts)))
-    param = next((params[end] for end in ends if end in params), None)
-    if (
-      param is not None
-      and leaf.shape == param.shape
-      and leaf.local_size > param.local_size
-    ):
-      whole.append(leaf)
+  paths = [path for path, _ in jax.tree.leaves_with_path(step.params)]
+  params = dict(zip(paths, _parameters(step), strict=True))
+  owners = opt_state_lib.parameters_of(step.state, step.params)
   yield from _of_arrays(
     "replicated state",
-    whole,
+    [
+      leaf
+      for leaf, path in zip(step.state_leaves, owners, strict=True)
+      if path is not None
+      and leaf.shape == params[path].shape
+      and leaf.local_size > params[path].local_size
+    ],
     "not split as the parameter is. Initialize it with the sharding of the "
     "parameter: create_train_state(..., strategy=) does.",
   )

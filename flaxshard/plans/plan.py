@@ -146,11 +146,9 @@ class Plan:
     return f"Plan({self.title}, peak={_show_size(self.memory.peak)})"
 
   def __str__(self) -> str:
-    lines = [
-      f"plan of a step on {self.title}",
-      "memory per device",
-      *_aligned(_rows_of(self.memory), numbers=(1,)),
-    ]
+    lines = [f"plan of a step on {self.title}", "memory per device"]
+    memory = checks.table(_rows_of(self.memory), numbers=[1])
+    lines.append(textwrap.indent(memory, "  "))
     if not self.memory.refused:
       lines += self._traffic_lines()
     lines += self.notes
@@ -185,7 +183,8 @@ class Plan:
     sent = checks.format_bytes(round(sum(sent for sent, _ in rows)))
     total = ("total", "", "", "", "", sent, "")
     cells = [header, *(row for _, row in rows), total]
-    return [title, *_aligned(cells, numbers=(3, 4, 5))]
+    table = checks.table(cells, numbers=[3, 4, 5])
+    return [title, textwrap.indent(table, "  ")]
 
   def _row(self, group: Sequence[Collective]) -> tuple[float, tuple[str, ...]]:
     """Returns the bytes that collectives send, and their row."""
@@ -384,17 +383,6 @@ def _notes(step: step_lib.Step, versions: str) -> list[str]:
       "devices may be several times larger or smaller."
     )
   return notes
-
-
-def _aligned(
-  rows: Sequence[Sequence[str]], numbers: Sequence[int]
-) -> list[str]:
-  """Returns rows as lines; columns of numbers are aligned to the right."""
-  line = "  ".join(
-    f"{{:{'>' if i in numbers else '<'}{max(map(len, column))}}}"
-    for i, column in enumerate(zip(*rows, strict=True))
-  )
-  return [f"  {line.format(*row)}".rstrip() for row in rows]
 
 
 def _rows_of(memory: Memory) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 import dataclasses
 import itertools
+import operator
 from typing import Any
 
 import jax
@@ -28,6 +29,10 @@ _STARTS = 'custom_call_target="AsyncCollectiveStart"'
 # Of a `send` between slices.
 _TRANSFER = r'_xla_megascale_transfer_type="(\w+)"'
 _RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'
+# What equal collectives of several branches of a conditional share.
+_signature = operator.attrgetter(
+  "kind", "operand_bytes", "axes", "along", "executions", "in_conditional"
+)
 # How far to look for a name stack: a transfer between slices stands some
 # instructions behind what made its operand.
 _NAME_DISTANCE = 9
@@ -329,18 +334,6 @@ def _merge(
           dataclasses.replace(one, in_conditional=True, in_commit=in_commit)
         )
   return merged
-
-
-def _signature(one: Collective) -> tuple[object, ...]:
-  """Returns what equal collectives of several branches share."""
-  return (
-    one.kind,
-    one.operand_bytes,
-    one.axes,
-    one.along,
-    one.executions,
-    one.in_conditional,
-  )
 
 
 def _nearest_named(

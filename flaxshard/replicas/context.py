@@ -231,7 +231,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 @contextlib.contextmanager
-def activate(context: ReplicaContext) -> Iterator[None]:
+def activate(context: ReplicaContext | None) -> Iterator[None]:
   """Makes `context` the current one within the `with` block."""
   token = _current.set(context)
   try:
@@ -246,9 +246,7 @@ def marked(**changed: Any) -> contextlib.AbstractContextManager[None]:
   Outside of `Strategy.run` it does nothing.
   """
   context = _current.get()
-  if context is None:
-    return contextlib.nullcontext()
-  return activate(dataclasses.replace(context, **changed))
+  return activate(context and dataclasses.replace(context, **changed))
 
 
 def num_replicas() -> int:
@@ -310,24 +308,21 @@ def reduce_over_replicas(
       return tree
     return jax.tree.unflatten(treedef, [x / 1 for x in leaves])
   count = len(groups[0]) if groups else num_replicas()
-  collectives: dict[str, Any] = {
-    "sum": jax.lax.psum,
-    "mean": jax.lax.pmean,
-    "max": jax.lax.pmax,
-  }
+  collective = getattr(jax.lax, f"p{op}")
   sent = {
     i: _widen(x) for i, x in enumerate(leaves) if not is_indexed_slices(x)
   }
   received: Any = sent
   if sent:
-    received = collectives[op](sent, mesh_lib.REPLICA, axis_index_groups=groups)
-
-  def reduced(i: int, x: Any) -> Any:
+    received = collective(sent, mesh_lib.REPLICA, axis_index_groups=groups)
+  reduced = []
+  for i, x in enumerate(leaves):
     if i not in sent:
-      return rows.reduce(op, x, count, groups)
-    return received[i] if sent[i] is x else received[i].astype(x.dtype)
-
-  return jax.tree.unflatten(treedef, map(reduced, range(len(leaves)), leaves))
+      reduced.append(rows.reduce(op, x, count, groups))
+    else:
+      is_wide = sent[i] is not x
+      reduced.append(received[i].astype(x.dtype) if is_wide else received[i])
+  return jax.tree.unflatten(treedef, reduced)
 
 
 def _widen(x: Any) -> Any:
@@ -355,7 +350,7 @@ def all_replicas(finite: jax.Array) -> jax.Array:
     are already reduced: then the flag is the same on all replicas.
   """
   context = _current.get()
-  if num_replicas() == 1 or (context is not None and context.gradients_reduced):
+  if context is None or context.gradients_reduced or num_replicas() == 1:
     return finite
   return reduce_over_replicas("sum", (~finite).astype(jnp.int32)) == 0
 

@@ -120,11 +120,8 @@ def from_function(
   sharding = jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA))
 
   def stack_rows(*rows: Any) -> PerReplica:
-    shape = (num_replicas, *np.shape(rows[0]))
-    if any(isinstance(x, jax.Array) for x in rows):
-      local_rows: Any = jnp.stack([trees.drop_weak_type(x) for x in rows])
-    else:
-      local_rows = np.stack(rows)
+    local_rows = jnp.stack([trees.drop_weak_type(x) for x in rows])
+    shape = (num_replicas, *local_rows.shape[1:])
     return PerReplica(
       jax.make_array_from_process_local_data(sharding, local_rows, shape)
     )

@@ -125,13 +125,8 @@ class Description:
         table.append((f"  {r.path}", str(r.shape), r.dtype, r.spec, *sizes))
       sizes = _size(group.bytes_per_device), _size(group.nbytes)
       table.append(("  total", "", "", "", *sizes))
-    # One set of column widths for all groups, so that their columns align.
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    # Text to the left, sizes to the right.
-    line = "  ".join(
-      f"{{:{'<' if i < 4 else '>'}{width}}}" for i, width in enumerate(widths)
-    )
-    lines = [line.format(*cells).rstrip() for cells in table]
+    # One table for all groups, so that their columns align.
+    lines = [checks.table(table, numbers=[4, 5])]
     lines.append(self.summary)
     if any(row.mark for row in self.rows):
       lines.append(

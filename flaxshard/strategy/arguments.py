@@ -217,10 +217,10 @@ def to_local(tree: PyTree) -> PyTree:
         lambda name, x: x[0], wrappers, node.wrapper_states
       )
       node = _swap_collections(node, states)
-    fields = fields_lib.array_fields(node)
-    own_paths = values.paths_of_per_replica(fields)
     # Not without one: Flax's own TrainState has no such field.
-    if own_paths:
+    if values.paths_of_per_replica(node):
+      fields = fields_lib.array_fields(node)
+      own_paths = values.paths_of_per_replica(fields)
       node = node.replace(**to_local(fields), own_paths=own_paths)
     return node
 
