@@ -107,7 +107,7 @@ def conform(grads: PyTree, params: PyTree) -> PyTree:
     >>> conform({"w": np.float32(1), "step": np.int32(2)}, params)
     {'step': None, 'w': Array(1., dtype=float32)}
   """
-  leaves, given = jax.tree.flatten(grads, is_leaf=_is_leaf)
+  leaves, given = jax.tree.flatten(grads, is_leaf=is_leaf)
   wanted = jax.tree_util.tree_leaves_with_path(params)
   structure: Any = jax.tree.structure(params)
   # Most trees have the containers of the parameters, and arrays alone. This is
@@ -116,12 +116,10 @@ def conform(grads: PyTree, params: PyTree) -> PyTree:
     g is None or (isinstance(g, jax.Array) and g.shape == np.shape(p))
     for g, (_, p) in zip(leaves, wanted, strict=True)
   ):
-    for path, g in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_leaf):
+    for path, g in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_leaf):
       if is_indexed_slices(g):
         g.check(f"grads[{trees.path_string(path)}]")
-    grads = trees.conform(
-      "grads", grads, params, dtypes=False, is_leaf=_is_leaf
-    )
+    grads = trees.conform("grads", grads, params, dtypes=False, is_leaf=is_leaf)
     leaves = structure.flatten_up_to(grads)
   for i, (path, _) in enumerate(wanted):
     g = leaves[i]
@@ -130,7 +128,8 @@ def conform(grads: PyTree, params: PyTree) -> PyTree:
   return structure.unflatten(leaves)
 
 
-def _is_leaf(x: Any) -> bool:
+def is_leaf(x: Any) -> bool:
+  """Returns whether a value stands for a leaf in a tree of gradients."""
   # To JAX, None is a tree without leaves, and rows are one with two.
   return x is None or is_indexed_slices(x)
 

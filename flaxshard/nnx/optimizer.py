@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.nnx import variables as variables_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import create
@@ -427,9 +427,7 @@ def _with_string_keys(tree: PyTree) -> PyTree:
 def _with_arrays(variables: nnx.State, tree: PyTree) -> nnx.State:
   """Returns a state of the same variables with the leaves of a tree."""
   # A frozen parameter has no gradient; a table may have rows of one.
-  leaves = jax.tree.leaves(
-    tree, is_leaf=lambda x: x is None or is_indexed_slices(x)
-  )
+  leaves = jax.tree.leaves(tree, is_leaf=gradients.is_leaf)
   state: nnx.State = jax.tree.unflatten(jax.tree.structure(variables), leaves)
   return state
 

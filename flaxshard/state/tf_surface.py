@@ -19,7 +19,6 @@ from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -100,11 +99,9 @@ def pairs_of(grads: PyTree, selected: set[str]) -> list[Pair]:
     grads: A tree like the parameters, with None where there is no gradient.
     selected: The paths to return.
   """
-  flat = jax.tree_util.tree_leaves_with_path(
-    grads, is_leaf=lambda x: x is None or is_indexed_slices(x)
-  )
+  flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=gradients.is_leaf)
   named = ((g, trees.path_string(path)) for path, g in flat)
-  return [(g, p) for g, p in named if p in selected]
+  return [(g, path) for g, path in named if path in selected]
 
 
 def gradients_argument(
