@@ -65,15 +65,3 @@ class Policy:
     """The dtype of a model's outputs, and so of its loss: float32."""
     # A float16 sum of losses overflows above 65504.
     return jnp.dtype(jnp.float32)
-
-  def warn_if_unused(self, where: str) -> None:
-    """Warns that a model takes no precision, unless it is float32.
-
-    Args:
-      where: The function that makes the model, for the message.
-    """
-    if self.compute_dtype != jnp.float32:
-      checks.warn(
-        f"precision {self.name!r} has no effect: {where} takes neither "
-        "`policy` nor `dtype`."
-      )

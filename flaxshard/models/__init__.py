@@ -7,7 +7,9 @@ from typing import Any
 
 from flax import linen as nn
 from flax import nnx
+import jax.numpy as jnp
 
+from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.models.cnn import CNN
@@ -23,28 +25,21 @@ MODELS: Mapping[str, type[nn.Module]] = {
 }
 
 
-def create(
-  config: Any,
-  *,
-  num_classes: int | None = None,
-  policy: Policy,
-  seed: int = 0,
-  example: Mapping[str, Any] | None = None,
-) -> Any:
+def create(config: Any, *, policy: Policy, seed: int = 0, **known: Any) -> Any:
   """Creates the model that a config names.
 
   Args:
     config: A dict or ConfigDict with the `"name"` of the model and values of
       its fields; lists become tuples. The name is `"cnn"`, `"resnet"`,
       `"transformer"`, or `"package.module:attribute"` for a Linen or NNX module
-      class, or a function that returns a module. It is given those of
-      `num_classes`, `policy`, `dtype` (that of the policy's computations),
-      `rngs` (an `nnx.Rngs`), `seed` and `example` that its signature names.
-    num_classes: Number of classes of the data, or size of its vocabulary; None
-      if the data has none.
+      class, or a function that returns a module. It is given those of `policy`,
+      `dtype` (that of the policy's computations), `seed`, `rngs` (an
+      `nnx.Rngs`) and `known` that its signature names.
     policy: Precision policy.
     seed: Seed of `nnx.Rngs`; Linen modules are initialized later.
-    example: An example of the data, without the batch dimension.
+    **known: `num_classes`, the number of classes of the data or the size of its
+      vocabulary, and `example`, one of the data without the batch dimension.
+      None is no value.
 
   Returns:
     The module. An NNX module is initialized, a Linen module is not.
@@ -61,16 +56,8 @@ def create(
     ...     # doctest: +ELLIPSIS
     CNN(...dense = 64...)
   """
-  where, function, arguments = registry.find("config.model", config, MODELS)
-  return make(
-    where,
-    function,
-    arguments,
-    policy=policy,
-    seed=seed,
-    num_classes=num_classes,
-    example=example,
-  )
+  found = registry.find("config.model", config, MODELS)
+  return make(*found, policy=policy, seed=seed, **known)
 
 
 def make(
@@ -104,6 +91,10 @@ def make(
   # that takes `config` chooses a model by itself.
   task = type(getattr(function, "__self__", None))
   taken = {*given, *arguments, *registry.accepted(task, known)}
-  if not taken & {"policy", "dtype", "config"}:
-    policy.warn_if_unused(where)
+  takes_dtype = bool(taken & {"policy", "dtype", "config"})
+  if not takes_dtype and policy.compute_dtype != jnp.float32:
+    checks.warn(
+      f"precision {policy.name!r} has no effect: {where} takes neither "
+      "`policy` nor `dtype`."
+    )
   return registry.construct(where, function, arguments, given=given)

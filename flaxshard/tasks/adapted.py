@@ -32,6 +32,7 @@ class AdaptedTask:
     task: The user's object.
     name: Name of the task, for messages.
     metrics: The metrics of training and evaluation.
+    metric_names: Their names.
     loss: `loss(apply_fn, params, batch, rngs, train)` of the task.
     create_model: None: the model is that of `config.model`.
     evaluate: None: the means of the metrics.
@@ -45,6 +46,7 @@ class AdaptedTask:
     self.task = task
     self.name = type(task).__name__
     self.metrics: type[clu_metrics.Collection] = task.metrics
+    self.metric_names = list(_fields(task.metrics))
     self.loss: Any = task.loss
     self.create_model: Any = getattr(task, "create_model", None)
     self.evaluate: Any = getattr(task, "evaluate", None)
@@ -83,11 +85,6 @@ class AdaptedTask:
       return self._predict(apply_fn, params, batch)
     args, kwargs = self.init_inputs(batch)
     return apply_fn(params, *args, **kwargs)[0]
-
-  @property
-  def metric_names(self) -> list[str]:
-    """The names of the metrics."""
-    return list(_fields(self.metrics))
 
   def __call__(
     self,

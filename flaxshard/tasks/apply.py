@@ -68,16 +68,6 @@ class Rngs(Mapping[str, jax.Array]):
     return 2
 
 
-def train_rngs(rng: jax.Array, step: jax.Array) -> Rngs:
-  """Returns the streams of a train step.
-
-  Args:
-    rng: The PRNG key of the run.
-    step: The step. The replica is folded in as well.
-  """
-  return Rngs(jax.random.fold_in(_fold_in_replica(rng), step))
-
-
 @flax.struct.dataclass
 class Apply:
   """Applies the model; the training loop makes it for a loss.
@@ -143,7 +133,7 @@ class Apply:
       variables = dict(params)
     else:
       variables = {"params": params}
-    variables.update(_fold_in_replica(given) if self.train else given)
+    variables.update(fold_in_replica(given) if self.train else given)
     rngs = dict(self.default_rngs if rngs is None else rngs)
     model_apply = lora.model_apply(self.apply_fn)
     if isinstance(model_apply, nnx_adapter.Apply):
@@ -243,11 +233,14 @@ def mode_arguments(
   }
 
 
-def _fold_in_replica(tree: Any) -> Any:
+def fold_in_replica(tree: Any) -> Any:
   """Folds the replica into the PRNG keys of a tree.
 
   Otherwise all replicas would drop the same units. NNX modules carry their keys
   in a collection.
+
+  Args:
+    tree: A tree of arrays and keys.
   """
   context = replica_context.get_replica_context()
   if context is None:
@@ -257,7 +250,7 @@ def _fold_in_replica(tree: Any) -> Any:
 
 
 def _restore_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-  """Undoes `_fold_in_replica`: the state must be the same on all replicas."""
+  """Undoes `fold_in_replica`: the state must be the same on all replicas."""
   if replica_context.get_replica_context() is None:
     return new
   in_state = {name: value for name, value in new.items() if name in old}

@@ -147,19 +147,15 @@ def progress_bar(
     yield update
 
 
-def in_ipython() -> bool:
-  """Returns whether code runs in IPython, in a notebook or in a terminal."""
-  return _shell() is not None
-
-
 def in_notebook() -> bool:
   """Returns whether code runs in a Jupyter kernel, not in a terminal."""
-  shell = _shell()
+  shell = ipython_shell()
   # tqdm.auto recognizes a kernel by this entry of the config as well.
   return shell is not None and "IPKernelApp" in shell.config
 
 
-def _shell() -> Any:
+def ipython_shell() -> Any:
+  """Returns the shell of IPython, or of a notebook; None elsewhere."""
   # A program that IPython runs has imported it.
   if "IPython" not in sys.modules:
     return None

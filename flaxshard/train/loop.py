@@ -118,7 +118,7 @@ def train_and_evaluate(
     console.quiet_other_processes(rank.worker_id)
     state, signum = _run(config, workdir, rank, strategy, task, hooks)
   # The user of a notebook keeps the session.
-  if signum is None or (signum == signal.SIGINT and console.in_ipython()):
+  if signum is None or (signum == signal.SIGINT and console.ipython_shell()):
     return state
   # The exit code that a shell reports for a process ended by the signal.
   raise SystemExit(128 + signum)

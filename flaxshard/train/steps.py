@@ -68,7 +68,8 @@ def train_step(
   step = progress.step + 1
 
   def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-    return task(state, params, batch, apply.train_rngs(rng, step), True)
+    rngs = apply.Rngs(jax.random.fold_in(apply.fold_in_replica(rng), step))
+    return task(state, params, batch, rngs, True)
 
   (loss, aux), grads = state.value_and_grad(loss_fn, has_aux=True)
   new_state = state.apply_gradients(grads=grads, **aux.collections)
