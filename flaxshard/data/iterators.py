@@ -39,6 +39,8 @@ class DistributedIterator:
   attribute `position_is_global` that is True.
 
   Attributes:
+    position_is_global: Whether the position of the source does not depend on
+      the process.
     has_ended: Whether the last batch was returned and asked after, or the
       iterator was closed.
 
@@ -66,6 +68,7 @@ class DistributedIterator:
     joined: int,
   ):
     self._source = source
+    self.position_is_global = getattr(source, "position_is_global", False)
     # A partial without `self`: the thread must not keep the iterator alive.
     self._read = functools.partial(_read_batch, source, padder, joined)
     self._prefetch_size = prefetch
@@ -102,11 +105,6 @@ class DistributedIterator:
     if self._prefetch_size and self._prefetch is None and not self.has_ended:
       self._prefetch = _Prefetch(self._read, self._prefetch_size)
       self._finalizer = weakref.finalize(self, self._prefetch.stop)
-
-  @property
-  def position_is_global(self) -> bool:
-    """Whether the position of the source does not depend on the process."""
-    return getattr(self._source, "position_is_global", False)
 
   def get_state(self) -> Any:
     """Returns the position of the source after the last batch returned.

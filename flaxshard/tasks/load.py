@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,8 +24,7 @@ BUILTIN = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedTask:
+class LoadedTask(NamedTuple):
   """A task and its data.
 
   Attributes:

@@ -93,9 +93,9 @@ class Setup:
     self.config = config
     self.strategy = strategy
     self.rank = rank
-    loaded = load.load(config, task, shapes_only=shapes_only, known=known)
-    self.task, self.shapes = loaded.task, loaded.shapes
-    self.splits = loaded.splits
+    self.task, self.shapes, self.splits = load.load(
+      config, task, shapes_only=shapes_only, known=known
+    )
     if self.splits is not None:
       sources.check_batch_size(
         "config.batch_size", config.batch_size, self.splits
