@@ -471,10 +471,7 @@ class Worker:
     return [
       fragment
       for fragment, step in enumerate(sent)
-      if any(
-        fragment in agn_store.due(self._agn, later)
-        for later in range(step + 1, self._last_step + 1)
-      )
+      if step < agn_store.last_due(self._agn, fragment, self._last_step)
     ]
 
   def _ask(self) -> bool:

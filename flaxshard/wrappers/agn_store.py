@@ -157,15 +157,32 @@ def due(agn: AGN, local_step: int) -> tuple[int, ...]:
     >>> [due(agn, step) for step in range(1, 5)]
     [(), (0,), (), (1,)]
   """
-  period, fragments = agn.communication_period, agn.transport.fragments
   if local_step < 1:
     return ()
   return tuple(
-    f
-    for f in range(fragments)
-    if (f + 1 - fragments) * (period // fragments) % period
-    == local_step % period
+    fragment
+    for fragment in range(agn.transport.fragments)
+    if last_due(agn, fragment, local_step) == local_step
   )
+
+
+def last_due(agn: AGN, fragment: int, local_step: int) -> int:
+  """Returns the last local step after which a fragment was to be committed.
+
+  Args:
+    agn: A wrapper with a store.
+    fragment: The number of the fragment.
+    local_step: The number of local steps that have been taken.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> agn = fs.AGN(4, transport=fs.Store(fragments=2))
+    >>> [last_due(agn, 0, step) for step in range(2, 7)]
+    [2, 2, 2, 2, 6]
+  """
+  period, fragments = agn.communication_period, agn.transport.fragments
+  first = (fragment + 1 - fragments) * (period // fragments) % period
+  return local_step - (local_step - first) % period
 
 
 def steps_to_next(agn: AGN, local_step: int) -> int:

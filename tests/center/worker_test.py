@@ -245,17 +245,8 @@ def test_a_mean_of_commits_is_weighted_by_examples(tmp_path):
   np.testing.assert_array_equal(state.stats["m"], [2 / 8] * 2)
 
 
-@pytest.mark.parametrize(
-  ("pattern", "way"),
-  [
-    ("center/0/*", "damaged"),
-    ("center/0/*", "missing"),
-    ("slots/0/*", "damaged"),
-    ("slots/0/*", "missing"),
-    ("head", "damaged"),
-    ("head", "missing"),
-  ],
-)
+@pytest.mark.parametrize("pattern", ["center/0/*", "slots/0/*", "head"])
+@pytest.mark.parametrize("way", ["damaged", "missing"])
 def test_a_damaged_center_is_an_error_that_names_it(tmp_path, pattern, way):
   with fs.Worker(str(tmp_path), 0, 1) as worker:
     train(worker, worker.start(create()), [1, 1])
