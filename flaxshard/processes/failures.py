@@ -104,7 +104,8 @@ class _Watcher:
     if _depth:
       self.is_clean.clear()
     message = str(error)[:_TEXT_LENGTH]
-    text = f"{self._name} failed: {_describe(error)}"
+    lines = "".join(traceback.format_exception_only(error)).rstrip()
+    text = f"{self._name} failed: {lines[:_TEXT_LENGTH]}"
     failure = json.dumps({"error": message, "text": text})
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       try:
@@ -283,9 +284,3 @@ def _exit_code(error: BaseException) -> int:
     return 130
   code = error.code if isinstance(error, SystemExit) else 1
   return code if isinstance(code, int) and code else 1
-
-
-def _describe(error: BaseException) -> str:
-  lines = [*str(error).splitlines()[1:], *getattr(error, "__notes__", ())]
-  details = "\n".join(lines)[:_TEXT_LENGTH]
-  return f"{multihost.summarize_error(error)}\n{details}".rstrip()
