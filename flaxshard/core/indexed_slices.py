@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+import copy
 import math
 import operator
 from typing import Any, TypeGuard
@@ -269,13 +270,10 @@ class IndexedSlices:
         map zeros to zeros, as a product does: the rows that are not given stay
         zero.
     """
-    return IndexedSlices(
-      self.indices,
-      fn(self.values),
-      self.dense_shape,
-      is_unique=self.is_unique,
-      parts=self.parts,
-    )
+    new = copy.copy(self)
+    new.values = jnp.asarray(fn(self.values))
+    new.check()
+    return new
 
   # -- Arithmetic.
 

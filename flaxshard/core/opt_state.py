@@ -47,7 +47,7 @@ def init(tx: Any, params: PyTree) -> PyTree:
   is_monitor = lambda x: isinstance(x, optax.transforms.MonitorState)
   if not any(map(is_monitor, jax.tree.leaves(state, is_leaf=is_monitor))):
     return state
-  first = trees.leaves_by_path(state)
+  first = dict(jax.tree_util.tree_leaves_with_path(state))
   loss = lambda *_: jnp.zeros(())
   # What optax documents as extra arguments, of which it may need some.
   update = functools.partial(
@@ -57,10 +57,7 @@ def init(tx: Any, params: PyTree) -> PyTree:
     lambda grads, state: update(grads, state, grads, grad=grads), params, state
   )
   return jax.tree_util.tree_map_with_path(
-    lambda path, x: first.get(
-      trees.path_strings(path), jnp.zeros(x.shape, x.dtype)
-    ),
-    later,
+    lambda path, x: first.get(path, jnp.zeros(x.shape, x.dtype)), later
   )
 
 
