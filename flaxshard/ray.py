@@ -33,7 +33,7 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import loop
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import report
 
 _log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class _Worker:
         _log.exception("worker %d: an error of JAX", self.worker_id)
         raise SystemExit(1) from e
     folder = devices.folder_of_worker(self.workdir, self.worker_id)
-    return metrics_lib.read_last_values(folder)
+    return report.read_last_values(folder)
 
 
 def _train(arguments: dict[str, Any]) -> dict[str, Any] | None:
@@ -275,7 +275,7 @@ def _train(arguments: dict[str, Any]) -> dict[str, Any] | None:
       ) from e
   if jax.process_index():
     return None
-  return metrics_lib.read_last_values(workdir)
+  return report.read_last_values(workdir)
 
 
 def _print_log() -> contextlib.AbstractContextManager[None]:

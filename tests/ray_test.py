@@ -10,7 +10,7 @@ import tiny
 import xla_flags
 
 import flaxshard
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import report
 
 pytestmark = pytest.mark.slow  # needs Ray, which the slow tests install
 
@@ -121,7 +121,7 @@ def test_run_with_an_error_and_a_retry(cluster, ray_train, tmp_path):
     (workdir / "checkpoints" / "8" / "flaxshard" / "metadata").read_text()
   )
   assert (metadata["processes"], metadata["devices"]) == (2, 2)
-  assert result.metrics == metrics_lib.read_last_values(str(workdir))
+  assert result.metrics == report.read_last_values(str(workdir))
 
 
 def test_a_worker_of_agn_starts_again_alone(cluster, ray_train, tmp_path):
@@ -151,7 +151,7 @@ def test_a_worker_of_agn_starts_again_alone(cluster, ray_train, tmp_path):
   # In the folder of worker 0.
   assert tiny.rows(result.workdir)[-1]["step"] == 8
   assert pathlib.Path(result.workdir, "checkpoints", "8").is_dir()
-  assert result.metrics == metrics_lib.read_last_values(
+  assert result.metrics == report.read_last_values(
     str(tmp_path / "run/workers/1")
   )
 

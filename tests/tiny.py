@@ -14,7 +14,6 @@ from flaxshard import checkpoint
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
-from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
 from flaxshard.train import setup as setup_lib
@@ -70,7 +69,7 @@ def importable(name: str, module: str) -> Iterator[None]:
 
 def rows(workdir) -> list[dict]:
   """Returns the rows of a run's `metrics.jsonl`."""
-  return metrics_lib.read_rows(str(workdir))
+  return report.read_rows(str(workdir))
 
 
 def untimed_rows(workdir) -> list[dict]:

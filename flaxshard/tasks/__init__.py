@@ -1,6 +1,5 @@
 """Tasks: what a training loop trains, and how it is evaluated."""
 
-from flaxshard.tasks.adapted import adapt
 from flaxshard.tasks.apply import Apply
 from flaxshard.tasks.classification import Classification
 from flaxshard.tasks.classification import LanguageModeling
@@ -8,6 +7,7 @@ from flaxshard.tasks.evaluation import Evaluation
 from flaxshard.tasks.load import BUILTIN
 from flaxshard.tasks.load import create
 from flaxshard.tasks.stream import Stream
+from flaxshard.tasks.task import adapt
 from flaxshard.tasks.task import Aux
 from flaxshard.tasks.task import Batch
 from flaxshard.tasks.task import Task

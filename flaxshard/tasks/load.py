@@ -13,10 +13,10 @@ from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.data import factories
 from flaxshard.data import sources
-from flaxshard.tasks.adapted import adapt
-from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.tasks.classification import Classification
 from flaxshard.tasks.classification import LanguageModeling
+from flaxshard.tasks.task import adapt
+from flaxshard.tasks.task import AdaptedTask
 
 BUILTIN = {
   "classification": Classification,

@@ -14,7 +14,7 @@ from flaxshard.core import checks
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
-from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.tasks.task import AdaptedTask
 
 # Folded into the key of the run: other keys than those of the train step.
 _STREAM = 2**31 - 2

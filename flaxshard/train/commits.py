@@ -21,7 +21,6 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import load
-from flaxshard.train import metrics
 from flaxshard.train import preemption
 from flaxshard.train import report
 from flaxshard.train import same_run
@@ -118,7 +117,7 @@ class Commits:
       )
     return state, self._worker.is_finished
 
-  def publish(self, step: int, state: TrainState, row: metrics.Row) -> None:
+  def publish(self, step: int, state: TrainState, row: report.Row) -> None:
     """Saves the final center in the workdir of worker 0, if that is gone.
 
     If that is locked, `fs.load` finds the final center in the store.
@@ -150,7 +149,7 @@ class Commits:
       evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
       saver.save(step, state, data=self._train_iter, metrics=evaluation)
       # Rows of this step may be those of a worker 0 that could not save it.
-      with contextlib.closing(metrics.MetricsFile(root, step - 1)) as file:
+      with contextlib.closing(report.MetricsFile(root, step - 1)) as file:
         file.write(step, row)
     report.draw(config, root)
     report.log_result(root, logging.WARNING)

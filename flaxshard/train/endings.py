@@ -17,7 +17,7 @@ import numpy as np
 from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import config as config_lib
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import report
 from flaxshard.train import steps
 from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import DynamicLossScale
@@ -222,7 +222,7 @@ class EarlyStopping:
       patience=config["patience"], min_delta=config["min_delta"]
     )
     if last_step and config["metric"] != "none":
-      for row in metrics_lib.read_rows(workdir):
+      for row in report.read_rows(workdir):
         if row["step"] <= last_step:
           self.update(row["step"], row)
 

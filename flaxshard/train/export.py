@@ -37,7 +37,7 @@ from flaxshard.core import trees
 from flaxshard.core.version import VERSION
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
-from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.tasks.task import AdaptedTask
 from flaxshard.train import load as load_lib
 from flaxshard.train import same_run
 

@@ -25,7 +25,7 @@ from flaxshard.partitioning import compile_only
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply as apply_lib
-from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.tasks.task import AdaptedTask
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import same_run

@@ -13,7 +13,7 @@ from flaxshard.core import checks
 from flaxshard.replicas import values
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
-from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.tasks.task import AdaptedTask
 from flaxshard.tasks.task import Batch
 
 

@@ -17,7 +17,6 @@ from tree_equality import assert_trees_equal
 
 from flaxshard import train
 from flaxshard.train import config as config_lib
-from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import report
 from flaxshard.train import same_run
 
@@ -74,7 +73,7 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
     assert fact in caplog.text
   assert [r["step"] for r in tiny.rows(workdir)] == [2, 3]
 
-  write = metrics_lib.MetricsFile.write
+  write = report.MetricsFile.write
 
   def write_and_crash(self, step, row):
     write(self, step, row)
@@ -82,7 +81,7 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
       raise KeyboardInterrupt  # the row is written, the checkpoint is of step 4
 
   with monkeypatch.context() as patch:
-    patch.setattr(metrics_lib.MetricsFile, "write", write_and_crash)
+    patch.setattr(report.MetricsFile, "write", write_and_crash)
     with pytest.raises(KeyboardInterrupt):
       train.train_and_evaluate(tiny.config(), workdir)
   assert "resuming from step 3" in caplog.text

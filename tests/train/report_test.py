@@ -16,14 +16,13 @@ import tiny
 
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
-from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import report
 
 _draw = report.draw  # which is not called for other tests
 
 
 def write_rows(path, last_step, rows):
-  file = metrics_lib.MetricsFile(str(path.parent), last_step)
+  file = report.MetricsFile(str(path.parent), last_step)
   for step, row in rows.items():
     file.write(step, row)
   file.close()
