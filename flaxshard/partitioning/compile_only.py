@@ -49,7 +49,7 @@ def check_can_run(where: str, mesh: Any) -> None:
 
 
 def abstract_array(
-  x: Any, sharding: jax.sharding.Sharding
+  x: Any, sharding: jax.sharding.Sharding | None
 ) -> jax.ShapeDtypeStruct:
   """Returns the shape and dtype of an array, with another sharding.
 

@@ -100,35 +100,30 @@ class Step:
   @functools.cached_property
   def leaves(self) -> tuple[Leaf, ...]:
     """The arrays of all arguments."""
-    flat = jax.tree_util.tree_leaves_with_path(self.arguments)
-    # A Python number has a shape and a dtype there, too.
-    shapes = jax.tree.leaves(jax.eval_shape(lambda *x: x, *self.arguments))
-    shardings = [getattr(leaf, "sharding", None) for _, leaf in flat]
-    donated = [False] * len(flat)
-    is_read = [True] * len(flat)
-    if self.compiled is not None:
-      infos = jax.tree.leaves(self.compiled.args_info)
-      donated = [info.donated for info in infos]
-      # The program may split arguments itself. What it does not read has no
-      # sharding.
-      inputs = jax.tree.leaves(
-        self.compiled.input_shardings, is_leaf=lambda x: x is None
+    leaves = []
+    for path, x in jax.tree.leaves_with_path(self.arguments):
+      # A Python number has a shape and a dtype there, too.
+      x = compile_only.abstract_array(x, getattr(x, "sharding", None))
+      name, number = trees.path_string(path[1:]), path[0].idx
+      leaves.append(
+        Leaf(name, number, x.shape, x.dtype, x.sharding, x.weak_type)
       )
-      is_read = [x is not None for x in inputs]
-      shardings = [x or y for x, y in zip(inputs, shardings, strict=True)]
+    if self.compiled is None:
+      return tuple(leaves)
+    # The program may split arguments itself. What it does not read has no
+    # sharding.
+    shardings = jax.tree.leaves(
+      self.compiled.input_shardings, is_leaf=lambda x: x is None
+    )
+    infos = jax.tree.leaves(self.compiled.args_info)
     return tuple(
-      Leaf(
-        trees.path_string(path[1:]),
-        path[0].idx,
-        tuple(x.shape),
-        x.dtype,
-        sharding,
-        x.weak_type,
-        *others,
+      dataclasses.replace(
+        leaf,
+        sharding=sharding or leaf.sharding,
+        donated=info.donated,
+        is_read=sharding is not None,
       )
-      for (path, _), x, sharding, *others in zip(
-        flat, shapes, shardings, donated, is_read, strict=True
-      )
+      for leaf, sharding, info in zip(leaves, shardings, infos, strict=True)
     )
 
   @property

@@ -369,11 +369,8 @@ def reduce_gradients(
     groups: As in `reduce_over_replicas`.
   """
   # The warnings of `Strategy.run` look for these that are the same already.
-  mark = lambda x: checkpoint_name(x, GRADIENTS)
-  marked = jax.tree.map(
-    lambda g: g.map_values(mark) if is_indexed_slices(g) else mark(g),
-    grads,
-    is_leaf=is_indexed_slices,
+  marked = gradients.map_gradients(
+    lambda x: checkpoint_name(x, GRADIENTS), grads
   )
   # One collective for all gradients, and one for all statistics.
   if gradients.optimized_params(marked) is marked:
