@@ -8,6 +8,7 @@ import re
 import jax
 import numpy as np
 
+from flaxshard.partitioning import topology
 from flaxshard.plans import hlo
 
 _IOTA = re.compile(
@@ -32,10 +33,8 @@ _SLICE_PRODUCT = re.compile(
 _SLICE_LISTS = re.compile(r"_xla_megascale_target=\{((?:\{[\d,>-]+\},?)*)\}")
 _SLICE_NUMBER = 100_000
 
-Groups = tuple[tuple[int, ...], ...]
 
-
-def replica_groups(attributes: str, num_devices: int) -> Groups:
+def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
   """Returns the groups that an instruction's attributes name.
 
   All forms are read: lists `{{0,1},{2,3}}`, also of pairs, an empty list (all
@@ -47,15 +46,16 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
     num_devices: Devices of the program.
 
   Returns:
-    Groups of device numbers; one of all devices if none are named.
+    ints [groups, devices]: the numbers of devices; one group of all devices if
+    none is named.
 
   Example:
-    >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
-    ((0, 2), (1, 3))
+    >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)", 4).tolist()
+    [[0, 2], [1, 3]]
   """
   if match := _IOTA.search(attributes):
     shape, dims, permutation = match.groups()
-    return _rows(_iota(dims, permutation).reshape(_integers(shape)))
+    return _iota(dims, permutation).reshape(_integers(shape))
   if match := _MESH.search(attributes):
     axes, dims, permutation, numbers, names = match.groups()
     sizes = {k: int(v) for k, v in re.findall(r"'([^']+)'=(\d+)", axes)}
@@ -67,12 +67,17 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
       ids = np.arange(math.prod(sizes.values()))
     return _groups_of_mesh(ids, sizes, names)
   match = _LISTS.search(attributes)
-  groups = _lists(match[1]) if match else ()
-  return groups or (tuple(range(num_devices)),)
+  groups = _lists(match[1] if match else "")
+  return groups if groups.size else np.arange(num_devices)[None]
 
 
-def _lists(text: str) -> Groups:
-  return tuple(_integers(part) for part in re.findall(r"\{([^}]*)\}", text))
+def _lists(text: str) -> np.ndarray:
+  """Returns the numbers of lists `{0,1},{2,3}`, as a row for each list."""
+  rows = [_integers(part) for part in re.findall(r"\{([^}]*)\}", text)]
+  length = max(map(len, rows), default=0)
+  # Of lists of several lengths, the first number fills up the shorter ones.
+  filled = [row + row[:1] * (length - len(row)) for row in rows]
+  return np.array(filled, int).reshape(len(rows), length)
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -85,13 +90,9 @@ def _iota(dims: str, permutation: str | None) -> np.ndarray:
   return ids.transpose(_integers(permutation)) if permutation else ids
 
 
-def _rows(ids: np.ndarray) -> Groups:
-  return tuple(tuple(map(int, row)) for row in ids)
-
-
 def _groups_of_mesh(
   ids: np.ndarray, sizes: dict[str, int], names: str
-) -> Groups:
+) -> np.ndarray:
   """Returns groups along named axes, each whole or a part of it."""
   places = np.unravel_index(np.arange(ids.size), tuple(sizes.values()))
   others = dict(zip(sizes, places, strict=True))
@@ -107,7 +108,7 @@ def _groups_of_mesh(
     count *= size
   # By the group, and in it in the order of the names; the last key is first.
   order = np.lexsort([*along[::-1], *reversed(others.values())])
-  return _rows(ids.ravel()[order].reshape(-1, count))
+  return ids.ravel()[order].reshape(-1, count)
 
 
 class Devices:
@@ -126,21 +127,20 @@ class Devices:
 
   def __init__(self, program: hlo.Program, mesh: jax.sharding.Mesh) -> None:
     self._mesh = mesh
-    devices = list(mesh.devices.flat)
-    self._slices = [getattr(d, "slice_index", 0) or 0 for d in devices]
+    # The slice of each device of the mesh.
+    self._slices = np.array(list(map(topology.slice_index, mesh.devices.flat)))
     self._count = program.num_partitions
     # For each slice of the program, positions in the mesh.
-    self._positions = [list(range(len(devices)))]
-    if self._count != len(devices):
-      self._positions = [
-        [i for i, of in enumerate(self._slices) if of == number]
-        for number in sorted(set(self._slices))
-      ]
-      if any(len(part) != self._count for part in self._positions):
+    parts = [np.arange(mesh.size)]
+    if self._count != mesh.size:
+      numbers = np.unique(self._slices)
+      parts = [np.flatnonzero(self._slices == number) for number in numbers]
+      if any(len(part) != self._count for part in parts):
         raise ValueError(
-          f"mesh has {len(devices)} devices in {len(self._positions)} slices, "
-          f"but the program was compiled for {self._count} devices."
+          f"mesh has {mesh.size} devices in {len(parts)} slices, but the "
+          f"program was compiled for {self._count} devices."
         )
+    self._positions = np.stack(parts)
 
   def spanned(
     self, instruction: hlo.Instruction
@@ -158,33 +158,21 @@ class Devices:
     if instruction.opcode == "send":
       groups = self._slice_transfer(attributes)
     else:
-      groups = tuple(
-        tuple(positions[i] for i in group)
-        for positions in self._positions
-        for group in replica_groups(attributes, self._count)
-      )
-    size = max((len(set(group)) for group in groups), default=1)
-    along = self._differing_axes(groups)
+      numbers = replica_groups(attributes, self._count)
+      groups = self._positions[:, numbers].reshape(-1, numbers.shape[1])
+    size = max((len(set(group)) for group in groups.tolist()), default=1)
+    places = np.unravel_index(groups, self._mesh.devices.shape)
+    named = zip(self._mesh.axis_names, places, strict=True)
+    along = tuple(name for name, place in named if _differ(place))
     # Devices that differ along some axes alone, and are as many as these have,
     # are all devices along them.
     whole = math.prod(self._mesh.shape[name] for name in along)
-    is_whole = all(len(group) == whole for group in groups)
+    is_whole = groups.shape[1] == whole
     axes = along if is_whole or _PAIRS.search(attributes) else ()
-    across = any(len({self._slices[i] for i in group}) > 1 for group in groups)
-    network = "none" if size < 2 else "dcn" if across else "ici"
-    return size, axes, along, network
+    across = "dcn" if _differ(self._slices[groups]) else "ici"
+    return size, axes, along, "none" if size < 2 else across
 
-  def _differing_axes(self, groups: Groups) -> tuple[str, ...]:
-    """Returns the mesh axes along which devices of any group differ."""
-    shape = self._mesh.devices.shape
-    differ = np.zeros(len(shape), bool)
-    for group in groups:
-      places = np.array(np.unravel_index(group, shape))
-      differ |= (places != places[:, :1]).any(axis=1)
-    names = zip(self._mesh.axis_names, differ, strict=True)
-    return tuple(name for name, is_different in names if is_different)
-
-  def _slice_transfer(self, attributes: str) -> Groups:
+  def _slice_transfer(self, attributes: str) -> np.ndarray:
     """Returns the groups, or the pairs, of a transfer between slices.
 
     Two forms are read: slices times devices, `"{1,2}x{0:7}"`, where devices
@@ -192,16 +180,13 @@ class Devices:
     pairs, `{{100000->200001}}`, of 100,000 times the slice plus the device.
     """
     if match := _SLICE_PRODUCT.search(attributes):
-      devices = range(int(match[2]), int(match[3]) + 1)
-      slices = _integers(match[1])
-      return tuple(
-        tuple(self._positions[s - 1][d] for s in slices) for d in devices
-      )
+      slices = np.array(_integers(match[1])) - 1
+      return self._positions[slices, int(match[2]) : int(match[3]) + 1].T
     match = _SLICE_LISTS.search(attributes)
-    return tuple(
-      tuple(
-        self._positions[n // _SLICE_NUMBER - 1][n % _SLICE_NUMBER]
-        for n in group
-      )
-      for group in (_lists(match[1]) if match else ())
-    )
+    slices, devices = divmod(_lists(match[1] if match else ""), _SLICE_NUMBER)
+    return self._positions[slices - 1, devices]
+
+
+def _differ(values: np.ndarray) -> bool:
+  """Returns whether a row has several values."""
+  return bool((values != values[:, :1]).any())

@@ -180,30 +180,18 @@ class Program:
     attributes = instruction.attributes
     if file := instruction.attribute(r'source_file="([^"]*)"'):
       yield file, _number(r"source_line=(\d+)", attributes)
-    number = _number(r"stack_frame_id=(\d+)", attributes)
-    for _ in self._stack_frames:  # a bound, should a frame be its own parent
-      if number not in self._stack_frames:
-        return
-      file, line, number = self._stack_frames[number]
-      yield file, line
-
-  @functools.cached_property
-  def _stack_frames(self) -> dict[int, tuple[str, int, int]]:
-    """The file, the line and the parent of each frame."""
-    files, locations, frames = (
-      self.tables[name]
-      for name in ("FileNames", "FileLocations", "StackFrames")
-    )
+    files, _, locations, frames = (self.tables[name] for name in _TABLES)
     # XLA may print the parent's number plus one: frame 1 then names itself.
     offset = int(_number(_PARENT, frames.get(1, "")) == 1)
-    found = {}
-    for frame, text in frames.items():
-      location = locations[_number(r"file_location_id=(\d+)", text)]
+    number = _number(r"stack_frame_id=(\d+)", attributes)
+    for _ in frames:  # a bound, should a frame be its own parent
+      if number not in frames:
+        return
+      frame = frames[number]
+      location = locations[_number(r"file_location_id=(\d+)", frame)]
       file = files[_number(r"file_name_id=(\d+)", location)]
-      parent = _number(_PARENT, text) - offset
-      line = _number(r"\bline=(\d+)", location)
-      found[frame] = (file.strip('"'), line, parent)
-    return found
+      yield file.strip('"'), _number(r"\bline=(\d+)", location)
+      number = _number(_PARENT, frame) - offset
 
 
 def _number(pattern: str, text: str) -> int:
