@@ -25,6 +25,8 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{\s*$")
 _INSTRUCTION = re.compile(
   r"\s+(ROOT )?%?([^\s=]+) = (.+?[)\]}]) ([a-z][\w-]*)\("
 )
+# A row of a table of source locations.
+_ROW = re.compile(r"(\d+) (.*)")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _PAREN = re.compile(r"[()]")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -224,37 +226,29 @@ def parse(compiled: Any) -> Program:
     )
   head, *lines = text.split("\n")
   tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-  table: dict[int, str] | None = None
+  table: dict[int, str] = {}
   computations: dict[str, Computation] = {}
-  computation: Computation | None = None
+  computation = Computation("", {})
   entry = ""
   for line in lines:
-    if not line:
-      table = None
-    elif line[0] == " ":
-      if computation is not None:
-        _parse_instruction(line, computation)
-    elif line[0] == "}":
-      computation = None
-    elif line in tables:
+    if line in tables:
       table = tables[line]
-    elif table is not None:
-      number, _, value = line.partition(" ")
-      table[int(number)] = value
+    elif match := _ROW.match(line):
+      table[int(match[1])] = match[2]
     elif match := _COMPUTATION.match(line):
       computation = Computation(match[2], {})
       computations[computation.name] = computation
       if match[1]:
         entry = computation.name
+    elif match := _INSTRUCTION.match(line):
+      _add_instruction(computation, match)
   count = _number(r"num_partitions=(\d+)", head) or 1
   return Program(count, computations, computations[entry], tables)
 
 
-def _parse_instruction(line: str, computation: Computation) -> None:
-  """Adds the instruction of a line to its computation."""
-  match = _INSTRUCTION.match(line)
-  if match is None:
-    return
+def _add_instruction(computation: Computation, match: re.Match[str]) -> None:
+  """Adds the instruction of a line, of which `match` is the beginning."""
+  line = match.string
   is_root, name, shape, opcode = match.groups()
   end = _closing_paren(line, match.end())
   inner = line[match.end() : end]

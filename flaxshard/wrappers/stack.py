@@ -193,7 +193,7 @@ def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
   Raises:
     ValueError: There are several replicas, and this is outside of `run`.
   """
-  # Strategy.run drops the axis by this function before it sets its context.
+  # Inside of run the axis is gone already.
   if not wrappers or replica_context.get_replica_context() is not None:
     return dict(states)
 
