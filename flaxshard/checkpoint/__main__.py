@@ -129,8 +129,7 @@ def _show(directory: str, step: int | None, verify: bool) -> int:
     examined = {n: examine(path, verify) for n, path in paths.items()}
     found = {n: result for n, result in examined.items() if result is not None}
   if not found:
-    missing = steps.describe_missing(where)
-    raise ValueError(f"no checkpoint in {where}: {missing}")
+    raise steps.no_steps(where)
   if step is not None and step not in found:
     raise ValueError(f"{where} has no step {step}, only {list(found)}.")
   print(where)

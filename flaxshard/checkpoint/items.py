@@ -124,9 +124,7 @@ def by_name(state: States) -> Mapping[str, TrainState]:
 
 
 def metadata(
-  state: States,
-  step: int,
-  config: Mapping[str, Any] | None = None,
+  state: States, step: int, config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
   """Returns what describes a step, with values that JSON can hold.
 
@@ -184,7 +182,7 @@ def position_of(data: Any) -> dict[str, Any]:
     is_bytes = isinstance(state, bytes)
     # A character for each byte.
     text = json.dumps(state.decode("latin-1") if is_bytes else state)
-  if _is_global(data):
+  if getattr(data, "position_is_global", False):
     multihost.check_agreement(
       {"the position of data, although position_is_global": text}
     )
@@ -213,9 +211,10 @@ def read_position(data: Any, step_dir: Any) -> Any:
       f"{step_dir} has no {step_files.POSITION}: the position of the data."
     )
   is_bytes = isinstance(data.get_state(), bytes)
+  index, count = jax.process_index(), jax.process_count()
   # Of Grain's own handler, which writes a file for each process.
   if any(name.startswith("process_") for name in names):
-    name = f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+    name = f"process_{index}-of-{count}.json"
     if name not in names:
       raise ValueError(
         f"{item_dir} has no {name}: it is of another number of processes, "
@@ -225,24 +224,22 @@ def read_position(data: Any, step_dir: Any) -> Any:
     return text.encode() if is_bytes else json.loads(text)
   content = step_files.read_json(item_dir / step_files.JSON)
   positions = content.get("positions", ())
-  if len(positions) != (1 if _is_global(data) else jax.process_count()):
+  if getattr(data, "position_is_global", False):
+    index, count = 0, 1
+  if len(positions) != count:
     raise ValueError(
       f"{item_dir} has the positions of {len(positions)} processes, and this "
       f"program has {jax.process_count()}: only an iterator with "
       "position_is_global = True saves one position, and restores it in any "
       "number of processes."
     )
-  position = positions[0 if _is_global(data) else jax.process_index()]
   if content.get("is_bytes") != is_bytes:
     raise ValueError(
       f"{item_dir} has the position of another iterator than data: one of them "
       "is bytes, the other one is not."
     )
+  position = positions[index]
   return position.encode("latin-1") if is_bytes else position
-
-
-def _is_global(data: Any) -> bool:
-  return bool(getattr(data, "position_is_global", False))
 
 
 # -- Checks.

@@ -45,9 +45,8 @@ class Keep(checkpoint_managers.PreservationPolicy):
       if getattr(self, name) is not None:
         checks.integer(name, getattr(self, name), minimum=1)
     checks.one_of("best_mode", self.best_mode, ("max", "min"))
-    if self.best_metric is None and (self.keep_best, self.best_mode) != (
-      (1, "max")
-    ):
+    is_default = (self.keep_best, self.best_mode) == (1, "max")
+    if self.best_metric is None and not is_default:
       raise ValueError("keep_best and best_mode need best_metric.")
 
   def should_preserve(

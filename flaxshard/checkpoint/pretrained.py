@@ -21,6 +21,7 @@ from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import steps
 from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import SavedLeaf
+from flaxshard.checkpoint.reader import WRAPPER_STATES
 from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import patterns as patterns_lib
@@ -35,13 +36,7 @@ _State = TypeVar("_State")
 _T = TypeVar("_T")
 
 # What a file of a whole training state has beside the model's variables.
-_TRAINING_STATE = (
-  "step",
-  "opt_state",
-  reader.WRAPPER_STATES,
-  "dynamic_scale",
-  "rngs",
-)
+_TRAINING_STATE = ("step", "opt_state", WRAPPER_STATES, "dynamic_scale", "rngs")
 # A run with LoRA has the parameters that it does not train in `frozen`.
 _PARAMS = (("params",), ("frozen",))
 
@@ -166,14 +161,16 @@ def init_from(
   where, saved = _open(steps.as_path(path), step, item, subtree)
   axes, asked = {}, {}
   try:
-    found = _names_in_file(saved, ignore, rename)
+    names = _names_in_file(saved, ignore, rename)
+    if not _has_collections(saved):
+      _name_collections(names, wanted, collections)
     kept = _select("keep", keep, wanted, "the model")
-    sources = _match(saved, found, wanted, kept, collections, factors)
-    _select("reshape", reshape, sources, "the model")
+    sources = _match(saved, names, wanted, kept, factors)
+    reshaped = _select("reshape", reshape, sources, "the model")
     _select("transpose", [p for p, _ in transpose], sources, "the model")
     for name, source in sources.items():
       have, want = saved[source], wanted[name]
-      axes[name] = _axes(name, have, want, transpose, reshape, cast)
+      axes[name] = _axes(name, have, want, transpose, name in reshaped, cast)
       asked[name] = have, _asked(have, axes[name], want)
   except ValueError as e:
     raise ValueError(f"{where}: {e}") from e
@@ -269,14 +266,14 @@ def _names_in_file(
   Raises:
     ValueError: A pattern matches nothing, or gives two arrays one name.
   """
-  variables = dict.fromkeys(saved)
-  if _has_collections(saved):
-    for path, leaf in saved.items():
-      # Programs save numbers of their own beside the state, such as an epoch.
-      is_number = len(path) == 1 and leaf.is_number
-      if path[0] in _TRAINING_STATE or is_number:
-        del variables[path]
-  names = _by_name({path: path for path in variables})
+  has_collections, variables = _has_collections(saved), {}
+  for path, leaf in saved.items():
+    # Programs save numbers of their own beside the state, such as an epoch.
+    is_number = len(path) == 1 and leaf.is_number
+    is_of_training = path[0] in _TRAINING_STATE or is_number
+    if not (has_collections and is_of_training):
+      variables[path] = path
+  names = _by_name(variables)
   for name in _select("ignore", ignore, names, "the file"):
     del names[name]
   for i, (pattern, text) in enumerate(rename):
@@ -295,49 +292,54 @@ def _names_in_file(
   return names
 
 
+def _name_collections(
+  names: dict[str, Path], wanted: Iterable[str], collections: Collection[str]
+) -> None:
+  """Names the collections of a file that has all variables in one tree.
+
+  NNX writes such files.
+
+  Args:
+    names: The paths of the file's arrays by name, which are changed.
+    wanted: The names of the model's arrays.
+    collections: The model's collections other than `params`.
+  """
+  for name in wanted:
+    collection, _, rest = name.partition("/")
+    if collection in collections and name not in names and rest in names:
+      names[name] = names.pop(rest)
+
+
 def _match(
   saved: Mapping[Path, SavedLeaf],
-  found: Mapping[str, Path],
+  names: Mapping[str, Path],
   wanted: Mapping[str, Any],
   kept: Collection[str],
-  collections: Collection[str],
   optional: Collection[str],
 ) -> dict[str, Path]:
   """Returns the path in a file for each array of a model that is read.
 
   Args:
     saved: The file's leaves by path.
-    found: The paths of those that may be read, by name.
+    names: The paths of those that may be read, by name.
     wanted: The model's leaves by name.
     kept: Names of the model that keep their initial values.
-    collections: Names of the model's collections other than `params`.
-    optional: Names of the model that may keep their initial values.
+    optional: Names of the model that may do so.
 
   Raises:
     ValueError: An array has no counterpart, in the file or in the model. The
       message lists the paths.
   """
-  # A file of an NNX module has all its variables in one tree.
-  in_one_tree = () if _has_collections(saved) else collections
-  sources: dict[str, Path] = {}
-  missing, unmatched = {}, {name: saved[path] for name, path in found.items()}
-  for name, leaf in wanted.items():
-    collection, _, rest = name.partition("/")
-    is_below = collection in in_one_tree and name not in found
-    there = rest if is_below else name
-    unmatched.pop(there, None)
-    if name in kept:
-      continue
-    if there in found:
-      sources[name] = found[there]
-    elif name not in optional:
-      missing[name] = leaf
+  has = {*names, *kept, *optional}
+  missing = {name: x for name, x in wanted.items() if name not in has}
+  unmatched = {n: saved[path] for n, path in names.items() if n not in wanted}
   if missing or unmatched:
     raise ValueError(
       f"the file lacks {_list(missing)} of the model, and the model lacks "
       f"{_list(unmatched)} of the file. `rename` and `ignore` are patterns for "
       "the paths of the file, `keep` for those of the model."
     )
+  sources = {n: names[n] for n in wanted if n in names and n not in kept}
   if not sources:
     raise ValueError("keep matches all parameters of the model: none is read.")
   return sources
@@ -370,7 +372,7 @@ def _axes(
   have: Any,
   want: Any,
   transpose: Sequence[tuple[str, Sequence[int]]],
-  reshape: Sequence[str],
+  may_reshape: bool,
   cast: bool,
 ) -> tuple[int, ...]:
   """Returns the order of a leaf's dimensions in which it fits the model's.
@@ -390,13 +392,10 @@ def _axes(
       )
     axes = given
   shape = tuple(have.shape[axis] for axis in axes)
-  may_reshape = (
-    patterns_lib.first_match(reshape, path) is not None
-    # With as many dimensions, they would be in another order.
-    and len(shape) != len(want.shape)
-    and math.prod(shape) == math.prod(want.shape)
-  )
-  if shape != want.shape and not may_reshape:
+  # With as many dimensions, they would be in another order.
+  may_reshape = may_reshape and len(shape) != len(want.shape)
+  can_reshape = may_reshape and math.prod(shape) == math.prod(want.shape)
+  if shape != want.shape and not can_reshape:
     raise ValueError(
       f"{path} has the shape {shape} in the file, and {want.shape} in the "
       "model. `keep` keeps its initial value; `transpose` and `reshape` change "

@@ -163,11 +163,11 @@ def open_unverified(
     return _msgpack_leaves(where)
   there = step_files.trees_in(where)
   names = step_files.PLAIN if plain_item is None else (plain_item,)
-  plain = where if plain_item is None and step_files.is_tree(where) else None
+  plain = there.pop("", None) if plain_item is None else None
   for name in names:
     plain = plain or there.get(name)
   if plain is None:
-    others = sorted(there.keys() - {step_files.WRAPPERS})
+    others = sorted(there.keys() - {"", step_files.WRAPPERS})
     # Another program names its items as it likes: nothing is lost.
     raise (ValueError if others else step_files.Damaged)(
       f"{where} has no train state in an item {' or '.join(map(repr, names))}, "

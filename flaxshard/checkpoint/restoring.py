@@ -87,18 +87,14 @@ def restore(
     where = manager.directory  # Orbax's managers have no common class
     if isinstance(manager, ocp.CheckpointManager):
       manager.wait_until_finished()  # the newest step may not be complete yet
-  return steps.read(
-    where,
-    step,
-    functools.partial(restore_step, state=state, plain_item=plain_item),
-  )[1]
+  read_step = functools.partial(
+    restore_step, state=state, plain_item=plain_item
+  )
+  return steps.read(where, step, read_step)[1]
 
 
 def restore_step(
-  where: Any,
-  state: S,
-  plain_item: str | None = None,
-  data: Any = None,
+  where: Any, state: S, plain_item: str | None = None, data: Any = None
 ) -> S:
   """Restores one step, as `restore`.
 
@@ -232,12 +228,9 @@ class _Plan:
 
   def _check_others(self) -> None:
     """Raises a ValueError unless all other leaves are there, and no more."""
-    has, wanted = {}, {}
-    for path, x in self._wanted.items():
-      if path in self._sources:
-        has[path] = self._saved[self._sources[path]]
-      if path in has or path[:2] not in self._new:
-        wanted[path] = x
+    # Wrappers that do not make their state have been compared.
+    wanted = {p: x for p, x in self._wanted.items() if p[0] != WRAPPER_STATES}
+    has = {p: self._saved[s] for p, s in self._sources.items() if p in wanted}
     used, left = set(self._sources.values()), set()
     for path, leaf in self._saved.items():
       if path in used or path[:2] in self._new:

@@ -44,19 +44,16 @@ class SaveBarrier:
   def __init__(self) -> None:
     self._name = f"flaxshard/save_barrier/{next(_barrier_numbers)}"
     self._save = 0  # number of the save, equal in all processes
-    self._calls = itertools.count()
-    self._caller: int | None = None  # the thread that calls `save`
-    self._earlier_threads: set[threading.Thread] = set()
-    self._errors = ""  # of all processes, once the save has failed
     self._lock = threading.Lock()
+    self.start_save()
 
   def start_save(self) -> None:
     """Prepares for the next save; called in all processes before it starts."""
     self._save += 1
     self._calls = itertools.count()
-    self._caller = threading.get_ident()
+    self._caller = threading.get_ident()  # the thread that calls `save`
     self._earlier_threads = set(threading.enumerate())
-    self._errors = ""
+    self._errors = ""  # of all processes, once the save has failed
 
   def __call__(self, *, key: str, timeout_ms: int) -> None:
     """Waits until all processes have called it equally often in this save.

@@ -100,18 +100,17 @@ def unfinished(directory: str, step: int) -> Directory:
 
 
 def trees_in(step_dir: Directory) -> dict[str, Directory]:
-  """Returns the path of each tree that Orbax wrote into a step, by name."""
+  """Returns the path of each tree that Orbax wrote into a step, by name.
+
+  The name of the directory itself is `""`.
+  """
   found = {}
-  for name in names_in(step_dir):
-    if is_tree(step_dir / name):
-      found[name] = step_dir / name
+  for name in ("", *names_in(step_dir)):
+    path = step_dir / name
+    # A bucket lists a file as the only entry of itself.
+    if name != _TREE_METADATA and _TREE_METADATA in names_in(path):
+      found[name] = path
   return found
-
-
-def is_tree(path: Directory) -> bool:
-  """Returns whether a directory is a tree that Orbax wrote."""
-  # In a bucket, a file is listed as the only entry of itself.
-  return path.name != _TREE_METADATA and _TREE_METADATA in names_in(path)
 
 
 def read_json(path: Directory) -> dict[str, Any]:
@@ -224,11 +223,7 @@ def check(where: Directory) -> dict[str, Any] | None:
 
 
 def verify(
-  step_dir: files_lib.Path,
-  part: int = 0,
-  parts: int = 1,
-  *,
-  contents: bool = True,
+  step_dir: Directory, part: int = 0, parts: int = 1, *, contents: bool = True
 ) -> bool:
   """Compares the files of a step with their digests.
 

@@ -25,8 +25,9 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# The names of the steps of `Checkpointer`, and of Flax.
+# The names of the steps of `Checkpointer` and of Flax, and of Flax alone.
 OURS = re.compile(r"(?:checkpoint_)?(0|[1-9]\d*)", re.ASCII)
+OF_FLAX = re.compile(r"checkpoint_(0|[1-9]\d*)", re.ASCII)
 
 _CHECKPOINTS = "checkpoints"  # where a workdir has its steps
 
@@ -59,14 +60,11 @@ def find(
 
 def is_step(path: Directory) -> bool:
   """Returns whether a path is one checkpoint, not a directory of several."""
-  if path.is_file():
-    return True
   # A directory of steps may have others that this process cannot read.
   with contextlib.suppress(PermissionError):
-    if step_files.is_tree(path):
-      return True
     trees = step_files.trees_in(path)
-    return any(not step_files.NAME.fullmatch(name) for name in trees)
+    has_items = any(not step_files.NAME.fullmatch(name) for name in trees)
+    return path.is_file() or has_items
   return False
 
 
@@ -85,13 +83,14 @@ def directory_of_steps(path: files.Path) -> Directory:
   return directory
 
 
-def describe_missing(directory: Directory) -> str:
-  """Returns why a path has no steps."""
-  if not directory.exists():
-    return "there is no such path."
-  if is_step(directory):
-    return "it is a file or a step, not a directory of steps."
-  return "it has no steps."
+def no_steps(directory: files.Path) -> ValueError:
+  """Returns the error of a path that has no steps; it says why."""
+  path, why = as_path(directory), "it has no steps"
+  if not path.exists():
+    why = "there is no such path"
+  elif is_step(path):
+    why = "it is a file or a step, not a directory of steps"
+  return ValueError(f"no checkpoint in {directory}: {why}.")
 
 
 def look(directory: files.Path) -> tuple[dict[int, Directory], set[int]]:
@@ -170,8 +169,7 @@ def read_newest(
     f"All processes must read the same directory; this one reads {directory}.",
   )
   if not found:
-    missing = describe_missing(as_path(directory))
-    raise ValueError(f"no checkpoint in {directory}: {missing}")
+    raise no_steps(directory)
   if step is not None and step not in found:
     raise ValueError(
       f"no checkpoint of step {step} in {directory}; there are {sorted(found)}."
