@@ -126,6 +126,8 @@ class Checkpointer:
     # Steps that could not be restored. The next save renames them, as Orbax
     # saves no step before the latest that it finds.
     self._damaged: set[int] = set()
+    # Steps of Flax, which are never renamed nor deleted.
+    self._others: dict[int, Any] = {}
     self.restored_step: int | None = None
     self._closed = False
     _checkpointers.add(self)
@@ -178,8 +180,8 @@ class Checkpointer:
       self._damaged.intersection_update(found)
       self._damaged.update(damaged)
       return found
-    # No other program saves here now. Those of Flax are never deleted.
-    found = steps.find(self.directory, steps.OF_FLAX)
+    # No other program saves here now.
+    found = dict(self._others)
     for step in self._manager.all_steps():
       found[step] = epath.Path(self.directory) / str(step)
     return found
@@ -323,20 +325,16 @@ class Checkpointer:
           epath.Path(self.directory).mkdir(parents=True, exist_ok=True)
           unlock = files_lib.lock("directory", self.directory, reentrant=True)
           self._unlock = weakref.finalize(self, unlock)
-      if self._manager is not None and self._damaged.isdisjoint(
-        self._manager.all_steps()
-      ):
-        return self._manager
+      manager = self._manager
+      if manager is not None and self._damaged.isdisjoint(manager.all_steps()):
+        return manager
       self._close_manager()  # it has a list of the steps
       # All processes are here: none reads a step that process 0 renames.
       with multihost.raise_on_all_processes(OSError):
-        found = self._paths()
+        found = self._paths() if jax.process_index() == 0 else {}
         for number in self._damaged & found.keys():
           path = found[number]
-          if path.name != str(number):
-            continue  # of Flax
-          self._damaged.remove(number)
-          if jax.process_index() == 0:
+          if path.name == str(number):  # not of Flax
             path.rename(path.with_name(f"{path.name}.damaged"))
             _log.warning("%s is damaged: renamed to %s.damaged", path, path)
     except SaveError:
@@ -344,6 +342,9 @@ class Checkpointer:
       raise
     except OSError as e:
       self._fail(step, e)
+    found = steps.find(self.directory, steps.OURS)
+    self._others = {n: path for n, path in found.items() if path.name != str(n)}
+    self._damaged.intersection_update(self._others)
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
@@ -439,12 +440,11 @@ class Checkpointer:
     """
     items_lib.check_state(state)
     self.wait()
+    read_step = functools.partial(
+      restoring.restore_step, state=state, data=data
+    )
     self.restored_step, restored = steps.read_newest(
-      self.directory,
-      step,
-      functools.partial(restoring.restore_step, state=state, data=data),
-      self._paths,
-      self._damaged,
+      self.directory, step, read_step, self._paths, self._damaged
     )
     return restored
 

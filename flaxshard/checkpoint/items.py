@@ -212,19 +212,11 @@ def read_position(data: Any, step_dir: Any) -> Any:
     )
   is_bytes = isinstance(data.get_state(), bytes)
   index, count = jax.process_index(), jax.process_count()
-  # Of Grain's own handler, which writes a file for each process.
-  if any(name.startswith("process_") for name in names):
-    name = f"process_{index}-of-{count}.json"
-    if name not in names:
-      raise ValueError(
-        f"{item_dir} has no {name}: it is of another number of processes, "
-        f"{', '.join(sorted(names))}."
-      )
-    text = (item_dir / name).read_text()
-    return text.encode() if is_bytes else json.loads(text)
-  content = step_files.read_json(item_dir / step_files.JSON)
-  positions = content.get("positions", ())
-  if getattr(data, "position_is_global", False):
+  # Grain's own handler writes a file for each process.
+  files = [name for name in names if name.startswith("process_")]
+  content = {} if files else step_files.read_json(item_dir / step_files.JSON)
+  positions = content.get("positions", files)
+  if not files and getattr(data, "position_is_global", False):
     index, count = 0, 1
   if len(positions) != count:
     raise ValueError(
@@ -233,6 +225,9 @@ def read_position(data: Any, step_dir: Any) -> Any:
       "position_is_global = True saves one position, and restores it in any "
       "number of processes."
     )
+  if files:
+    text = (item_dir / f"process_{index}-of-{count}.json").read_text()
+    return text.encode() if is_bytes else json.loads(text)
   if content.get("is_bytes") != is_bytes:
     raise ValueError(
       f"{item_dir} has the position of another iterator than data: one of them "
@@ -247,15 +242,13 @@ def read_position(data: Any, step_dir: Any) -> Any:
 
 def check_state(state: Any) -> None:
   """Raises a TypeError unless `state` is a TrainState, or a dict of some."""
-  if isinstance(state, Mapping) and state:
-    for s in state.values():
-      check_state(s)
-  elif not isinstance(state, TrainState):
-    raise TypeError(
-      "state must be a flaxshard TrainState, as flaxshard.TrainState.create "
-      f"returns with the arguments of Flax's, got {checks.describe(state)} of "
-      f"{type(state)}."
-    )
+  for s in by_name(state).values() or [state]:
+    if not isinstance(s, TrainState):
+      raise TypeError(
+        "state must be a flaxshard TrainState, as flaxshard.TrainState.create "
+        f"returns with the arguments of Flax's, got {checks.describe(s)} of "
+        f"{type(s)}."
+      )
 
 
 def check_plain_item(plain_item: Any) -> None:

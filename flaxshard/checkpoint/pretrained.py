@@ -20,7 +20,6 @@ import numpy as np
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import steps
 from flaxshard.checkpoint.reader import Path
-from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.checkpoint.reader import WRAPPER_STATES
 from flaxshard.core import checks
 from flaxshard.core import multihost
@@ -204,7 +203,7 @@ def _lora_factors(state: TrainState) -> set[str]:
 
 def _open(
   path: Any, step: int | None, item: str | None, subtree: str
-) -> tuple[Any, dict[Path, SavedLeaf]]:
+) -> tuple[Any, reader.Leaves]:
   """Returns the file or the step at a path, and its leaves below `subtree`."""
   with multihost.raise_on_all_processes(ValueError, ImportError):
     file = reader.find_safetensors(path)
@@ -257,7 +256,7 @@ def _has_collections(paths: Iterable[Path]) -> bool:
 
 
 def _names_in_file(
-  saved: Mapping[Path, SavedLeaf],
+  saved: reader.Leaves,
   ignore: Sequence[str],
   rename: Sequence[tuple[str, str]],
 ) -> dict[str, Path]:
@@ -311,7 +310,7 @@ def _name_collections(
 
 
 def _match(
-  saved: Mapping[Path, SavedLeaf],
+  saved: reader.Leaves,
   names: Mapping[str, Path],
   wanted: Mapping[str, Any],
   kept: Collection[str],
@@ -384,13 +383,12 @@ def _axes(
   # The first pattern counts.
   first = patterns_lib.first_match([pattern for pattern, _ in transpose], path)
   if first is not None:
-    given = tuple(transpose[first][1])
-    if len(given) != len(axes) or {*given} != {*axes}:
+    in_order, axes = axes, tuple(transpose[first][1])
+    if len(axes) != len(in_order) or {*axes} != {*in_order}:
       raise ValueError(
         f"transpose[{first}]={transpose[first]!r} must have the axes of "
         f"{path}, which has the shape {have.shape} in the file."
       )
-    axes = given
   shape = tuple(have.shape[axis] for axis in axes)
   # With as many dimensions, they would be in another order.
   may_reshape = may_reshape and len(shape) != len(want.shape)

@@ -30,6 +30,7 @@ from flaxshard.core import multihost
 from flaxshard.core import trees
 
 Path = tuple[str, ...]
+Layouts = Mapping[Path, Path]
 Asked = jax.ShapeDtypeStruct
 _Name = TypeVar("_Name", bound=Hashable)
 _Leaf = TypeVar("_Leaf")
@@ -39,8 +40,8 @@ WRAPPER_STATES = "wrapper_states"
 
 # The ends of paths of other programs, and what a train state has in their
 # place. An array in a box, an `nnx.Variable` or a `nn.Partitioned`:
-BOXES: Mapping[Path, Path] = {("value",): ()}
-LAYOUTS: Mapping[Path, Path] = {
+BOXES: Layouts = {("value",): ()}
+LAYOUTS: Layouts = {
   **BOXES,
   # Flax's `DynamicScale`, a field in its ImageNet and WMT examples.
   ("dynamic_scale", "scale"): (WRAPPER_STATES, "loss_scale", "scale"),
@@ -50,6 +51,9 @@ LAYOUTS: Mapping[Path, Path] = {
 _SAFETENSORS = ".safetensors"
 # It lists which file has which tensor, of a model in several files.
 _SAFETENSORS_INDEX = ".safetensors.index.json"
+
+# The errors of reading that all processes raise if one has them.
+ERRORS = (step_files.Damaged, OSError, ValueError)
 
 # Least number of bytes that are read at once, so that many small leaves are
 # read together.
@@ -81,6 +85,9 @@ class SavedLeaf:
   read: Callable[[Mapping[Path, Asked]], Mapping[Path, Any]]
 
 
+Leaves = dict[Path, SavedLeaf]
+
+
 def read(
   where: Any, wanted: Mapping[_Name, tuple[SavedLeaf, Asked]]
 ) -> dict[_Name, jax.Array]:
@@ -101,7 +108,7 @@ def read(
   found: Any = {}
   placed: dict[_Name, jax.Array] = {}
   # Reading needs no other process.
-  with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
+  with multihost.raise_on_all_processes(*ERRORS):
     for read_leaves, keys in by_tree.items():
       found[read_leaves] = read_leaves(keys)
     for name, (leaf, asked) in wanted.items():
@@ -128,9 +135,7 @@ def _place(where: Any, leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
   return x
 
 
-def open_step(
-  where: Any, plain_item: str | None = None
-) -> dict[Path, SavedLeaf]:
+def open_step(where: Any, plain_item: str | None = None) -> Leaves:
   """Compares a step with its digests; returns its leaves by path.
 
   Paths begin with the field of the train state, as in a train state.
@@ -147,17 +152,13 @@ def open_step(
   """
   # Before Orbax reads anything: it returns wrong values for flipped bits.
   # Each process compares a part, with one result for all.
-  with multihost.raise_on_all_processes(
-    step_files.Damaged, OSError, ValueError
-  ):
+  with multihost.raise_on_all_processes(*ERRORS):
     step_files.verify(where, jax.process_index(), jax.process_count())
-  with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
+  with multihost.raise_on_all_processes(*ERRORS):
     return open_unverified(where, plain_item)
 
 
-def open_unverified(
-  where: Any, plain_item: str | None = None
-) -> dict[Path, SavedLeaf]:
+def open_unverified(where: Any, plain_item: str | None = None) -> Leaves:
   """Returns `open_step` without a comparison with the digests."""
   if where.is_file():
     return _msgpack_leaves(where)
@@ -207,7 +208,7 @@ def below(leaves: Mapping[Path, _Leaf], at: Path) -> dict[Path, _Leaf]:
   return found
 
 
-def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
+def part(leaves: Leaves, name: str) -> Leaves:
   """Returns the leaves of one of several states; `""` is the only one."""
   if not name:
     return dict(leaves)
@@ -217,7 +218,7 @@ def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
   }
 
 
-def _orbax_leaves(directory: Any, *at: str) -> dict[Path, SavedLeaf]:
+def _orbax_leaves(directory: Any, *at: str) -> Leaves:
   """Returns the leaves of a tree that Orbax wrote, by their path below `at`."""
   # The metadata alone: the shapes are compared before any array is read.
   saved = ocp.PyTreeCheckpointHandler().metadata(directory).tree
@@ -272,7 +273,7 @@ def _bytes_to_read(x: Any) -> int:
   return size
 
 
-def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
+def _msgpack_leaves(file: Any) -> Leaves:
   """Returns the leaves in a msgpack file of Flax."""
   content = file.read_bytes()
   try:
@@ -316,7 +317,7 @@ def find_safetensors(path: Any) -> Any:
   return path / found[0] if found else None
 
 
-def open_safetensors(file: Any) -> dict[Path, SavedLeaf]:
+def open_safetensors(file: Any) -> Leaves:
   """Returns the tensors of a safetensors file, or of all files of an index.
 
   A name such as `encoder.0.weight` has the path `encoder/0/weight`; slashes

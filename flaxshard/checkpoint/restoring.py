@@ -8,7 +8,7 @@ from the restored parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 import functools
 import logging
 import os
@@ -23,7 +23,6 @@ from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import step_files
 from flaxshard.checkpoint import steps
 from flaxshard.checkpoint.reader import Path
-from flaxshard.checkpoint.reader import SavedLeaf
 from flaxshard.checkpoint.reader import WRAPPER_STATES
 from flaxshard.core import multihost
 from flaxshard.core import trees
@@ -37,7 +36,6 @@ from flaxshard.wrappers import stack
 _log = logging.getLogger(__name__)
 
 PyTree = Any
-Leaves = Mapping[Path, Any]
 S = TypeVar("S", bound=items.States)
 
 
@@ -112,7 +110,7 @@ def restore_step(
   if (mesh := items.mesh_of(state)) is not None:
     compile_only.check_can_run("restore: state", mesh)
   saved = reader.open_step(where, plain_item)
-  with multihost.raise_on_all_processes(step_files.Damaged, ValueError):
+  with multihost.raise_on_all_processes(*reader.ERRORS):
     position = None if data is None else items.read_position(data, where)
   restored: Any = {}
   for name, one in items.by_name(state).items():
@@ -156,7 +154,9 @@ def check_same(where: Any, state: items.States) -> None:
     )
 
 
-def sources(saved: Leaves, wanted: Leaves) -> dict[Path, Path]:
+def sources(
+  saved: Iterable[Path], wanted: Collection[Path]
+) -> dict[Path, Path]:
   """Returns the saved path of each wanted leaf that a checkpoint has.
 
   Args:
@@ -183,11 +183,9 @@ class _Plan:
   Creating it compares the leaves by their metadata alone; `restore` reads them.
   """
 
-  def __init__(
-    self, where: Any, saved: Mapping[Path, SavedLeaf], state: TrainState
-  ):
+  def __init__(self, where: Any, saved: reader.Leaves, state: TrainState):
     self._where, self._saved, self._state = where, saved, state
-    self._template: Any = _template(state)
+    self._template = _template(state)
     # Errors name the first path that differs, and a parameter, which is before
     # the optimizer's slots in a train state, says more than a slot.
     self._wanted = trees.leaves_by_path(self._template)
@@ -291,8 +289,7 @@ class _Plan:
     useful = {}
     for (path, x), is_local in zip(wanted.items(), mask, strict=True):
       shapes[path] = shape = x.shape[int(is_local) :]
-      if is_local:
-        replicas = x.shape[0]
+      replicas = x.shape[0] if is_local else replicas
       leaf = found.get(path)
       if leaf is None or leaf.dtype != x.dtype:
         continue
@@ -348,7 +345,7 @@ class _Plan:
     )
 
 
-def _template(state: TrainState) -> TrainState:
+def _template(state: TrainState) -> Any:
   """Returns a state with shape, dtype and sharding of the leaves to restore.
 
   A leaf that is not placed on a mesh is replicated over the mesh of the others.
@@ -372,13 +369,10 @@ def _template(state: TrainState) -> TrainState:
       sharding = default if mesh is not None else sharding or default
     return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
 
-  abstract: TrainState = jax.tree.map(
-    describe, state, is_leaf=values.is_per_replica
-  )
-  return abstract
+  return jax.tree.map(describe, state, is_leaf=values.is_per_replica)
 
 
-def _difference(saved: Mapping[Path, SavedLeaf], wanted: Leaves) -> str | None:
+def _difference(saved: reader.Leaves, wanted: Mapping[Path, Any]) -> str | None:
   """Returns where and how saved leaves differ from the wanted ones, or None."""
   given, as_saved = dict[Path, Any](saved), dict(wanted)
   for path, x in wanted.items():

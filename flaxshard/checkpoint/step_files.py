@@ -61,9 +61,6 @@ _UNCOMPARED = (_STEP_METADATA, ".__lock", COMMIT_MARK)
 # they are.
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
-# Size and crc32 of a file; None if only the size was recorded.
-Digest = list[int | None]
-
 
 class Damaged(ValueError):
   """A step differs from what was saved; the message names the file."""
@@ -142,7 +139,7 @@ def write_digests(step_dir: Directory, *, contents: bool) -> None:
   """
   small = (f"{FLAXSHARD}/", f"{POSITION}/")
 
-  def digest(name: str) -> Digest:
+  def digest(name: str) -> list[int | None]:
     return _digest(step_dir / name, contents or name.startswith(small))
 
   paths = files_lib.files_in(step_dir)
@@ -155,8 +152,8 @@ def write_digests(step_dir: Directory, *, contents: bool) -> None:
   (step_dir / FLAXSHARD / _DIGESTS).write_text(text)
 
 
-def _digest(path: Directory, contents: bool) -> Digest:
-  """Returns the size and, if it is to be read, the crc32 of a file."""
+def _digest(path: Directory, contents: bool) -> list[int | None]:
+  """Returns the size and the crc32 of a file; None if it is not to be read."""
   if not contents:
     return [path.stat().length, None]
   size, crc = 0, 0

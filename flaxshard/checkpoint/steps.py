@@ -25,9 +25,8 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# The names of the steps of `Checkpointer` and of Flax, and of Flax alone.
+# The names of the steps of `Checkpointer`, and of Flax.
 OURS = re.compile(r"(?:checkpoint_)?(0|[1-9]\d*)", re.ASCII)
-OF_FLAX = re.compile(r"checkpoint_(0|[1-9]\d*)", re.ASCII)
 
 _CHECKPOINTS = "checkpoints"  # where a workdir has its steps
 
