@@ -136,15 +136,18 @@ def sparse_rows(
   is_sparse = argument.endswith("sparse")
   name = f"{argument}_semantics" if is_sparse else "semantics"
   checks.one_of(name, semantics, get_args(Semantics))
-  return _create(tx, patterns, semantics, argument, {})
+  return _create(tx, patterns, semantics, argument)
 
 
+# JAX compares optimizers by their functions: a step is compiled once for all
+# states that are made alike.
+@functools.lru_cache(maxsize=16)
 def _create(
   tx: Any,
   patterns: tuple[str, ...],
   semantics: str,
   argument: str,
-  shardings: row_update.Shardings,
+  *split: tuple[trees.Path, jax.sharding.NamedSharding],
 ) -> SparseRows:
   """Returns the optimizer of `sparse_rows`.
 
@@ -153,8 +156,9 @@ def _create(
     patterns: The checked patterns.
     semantics: What happens to the rows that a step did not use.
     argument: Name of `patterns` for errors.
-    shardings: See `SparseRows`.
+    *split: The items of `SparseRows.shardings`.
   """
+  shardings = dict(split)
   inner = optax.with_extra_args_support(tx)
 
   def init(params: PyTree) -> PyTree:
@@ -321,11 +325,8 @@ def with_shardings(tx: Any, params: PyTree) -> Any:
   """
   if not isinstance(tx, SparseRows):
     return tx
-  shardings = row_update.split_over_devices(params)
-  if shardings == tx.shardings:
-    return tx
-  # A new object: JAX compares optimizers by their functions.
-  return _create(tx.inner, tx.patterns, tx.semantics, tx.argument, shardings)
+  split = row_update.split_over_devices(params).items()
+  return _create(tx.inner, tx.patterns, tx.semantics, tx.argument, *split)
 
 
 def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:

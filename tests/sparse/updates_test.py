@@ -197,8 +197,10 @@ def test_extra_arguments_reach_an_optimizer_of_rows():
 
 
 def test_gradients_of_a_table_that_are_no_rows():
-  state = create(optax.adamw(0.1, weight_decay=0.5))
-  dense = create(optax.adamw(0.1, weight_decay=0.5), sparse=())
+  tx = optax.adamw(0.1, weight_decay=0.5)
+  state, dense = create(tx), create(tx, sparse=())
+  # A step that is compiled for one state serves another one.
+  assert jax.tree.structure(state) == jax.tree.structure(create(tx))
   # An array is an ordinary update.
   grads = jax.tree.map(jnp.ones_like, PARAMS)
   new, want = (x.apply_gradients(grads=grads) for x in (state, dense))
