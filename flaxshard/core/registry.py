@@ -164,11 +164,12 @@ def construct(
 
 
 @contextlib.contextmanager
-def errors_name(where: str) -> Iterator[None]:
+def errors_name(where: str, *others: type[Exception]) -> Iterator[None]:
   """Puts a field before the message of an error that names its arguments alone.
 
   Args:
     where: The field, such as `"config.wrappers"`.
+    *others: Further types of errors, which become a ValueError.
 
   Raises:
     TypeError, ValueError: That of the block, with the longer message.
@@ -179,10 +180,12 @@ def errors_name(where: str) -> Iterator[None]:
     Traceback (most recent call last):
     ValueError: config.f: invalid literal for int() with base 10: 'x'
   """
+  # ArithmeticError: an argument of 0 that a function divides by, say.
+  kinds: tuple[type[Exception], ...]
+  kinds = (TypeError, ValueError, ArithmeticError, *others)
   try:
     yield
-  except (TypeError, ValueError, ArithmeticError) as e:
-    # ArithmeticError: an argument of 0 that a function divides by, say.
+  except kinds as e:
     is_type_error = isinstance(e, TypeError)
     kind = checks.ArgumentTypeError if is_type_error else ValueError
     raise kind(f"{where}: {e}") from e

@@ -31,11 +31,9 @@ class Source(Protocol):
 
   def __len__(self) -> int:
     """Returns the number of examples."""
-    ...
 
   def __getitem__(self, index: SupportsIndex) -> Example:
     """Returns example `index`."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,15 +319,10 @@ def _first(where: str, source: Any, *, may_be_stream: bool) -> Any:
 def _shapes_of(
   where: str, example: Any, collate: Collate | None
 ) -> ExampleShapes:
-  try:
+  # An error of `collate` does not say which example it was given.
+  where = f"{where}: no batch can be made of {checks.describe(example)}"
+  with registry.errors_name(where, LookupError, AttributeError):
     batch = make_batch([example], collate)
-  except (ValueError, TypeError, LookupError, AttributeError) as e:
-    # An error of `collate` does not say which example it was given.
-    is_type_error = isinstance(e, TypeError)
-    kind = checks.ArgumentTypeError if is_type_error else ValueError
-    raise kind(
-      f"{where}: no batch can be made of {checks.describe(example)}: {e}"
-    ) from e
   return {
     key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for key, x in batch.items()
   }

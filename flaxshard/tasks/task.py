@@ -94,7 +94,6 @@ class Task(Protocol):
     Returns:
       The loss, a floating-point scalar, and an `Aux`.
     """
-    ...
 
 
 class AdaptedTask:
