@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from flaxshard.train.config import definition
-from flaxshard.train.config import text
 
 MARK = "<!-- The fields stand here in the site. -->"
 
@@ -18,12 +17,11 @@ def _insert_fields(app: Any, docname: str, source: list[str]) -> None:
     raise ValueError(f"docs/config.md has no line {MARK!r}.")
   # In the help these are addresses of the site; here, titles of its pages.
   site = r"https://flaxshard\.github\.io/flaxshard/(\S+)\.html"
-  fields = re.sub(site, r"[](\1.md)", text.markdown())
+  fields = re.sub(site, r"[](\1.md)", definition.markdown())
   fields = re.sub(r"`(flaxshard\.[\w.]+)`", r"{py:obj}`\1`", fields)
   source[0] = source[0].replace(MARK, fields)
   # A change of the definition changes the page.
-  for module in (definition, text):
-    app.env.note_dependency(module.__file__)
+  app.env.note_dependency(definition.__file__)
 
 
 def setup(app: Any) -> dict[str, bool]:

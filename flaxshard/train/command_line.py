@@ -20,7 +20,6 @@ from flaxshard.processes import failures
 from flaxshard.train import config as config_lib
 from flaxshard.train.config import definition
 from flaxshard.train.config import files
-from flaxshard.train.config import text as config_text
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -119,7 +118,7 @@ def parse_flags(
     Exception: The code of the config raised it.
   """
   if any(argument.lstrip("-") == "help=config" for argument in argv):
-    print(config_text.help_text())
+    print(definition.help_text())
     raise SystemExit(0)
   try:
     given = flag_values.read_flags_from_files(argv[1:], force_gnu=False)

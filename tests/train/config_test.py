@@ -13,7 +13,6 @@ import flaxshard as fs
 from flaxshard.train import command_line
 from flaxshard.train import config as config_lib
 from flaxshard.train.config import definition
-from flaxshard.train.config import text
 
 _CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 REQUIRED = {
@@ -58,14 +57,14 @@ def test_lists_and_numpy_numbers_are_plain_values():
 
 
 def test_the_help_has_the_type_the_default_and_the_meaning_of_each_field():
-  printed = text.help_text()
+  printed = definition.help_text()
   for path, field in definition.FIELDS.items():
     assert re.search(rf"\n##+ `{path}`\n\n[^#]+\n\nA", printed), path
     is_group = definition.is_group(field.annotation)
     assert is_group or field.is_required() or repr(field.default) in printed
   assert "\n\nAllowed: int, at least 1, required.\n\n### `num_" in printed
   assert "\n\nAllowed: 'auto' or 'extend', default `'auto'`.\n" in printed
-  assert "\n#### `mesh.replica`\n\nNumber of replicas" in text.markdown()
+  assert "\n#### `mesh.replica`\n\nNumber of replicas" in definition.markdown()
 
 
 # Files.
