@@ -108,10 +108,11 @@ class Setup:
     with registry.errors_name("config.wrappers"):
       self._wrappers = _create_wrappers(config)
       stack.check_replicas(self._wrappers, strategy.num_replicas_in_sync)
+    # The collections that `init` sows are known once it is traced.
     self._sown: list[str] = []
     self.abstract_state = self._create(abstract=True)
-    if sown := _sown_collections(self.abstract_state):
-      self._sown = sown
+    self._sown = _sown_collections(self.abstract_state)
+    if self._sown:
       self.abstract_state = self._create(abstract=True)
 
   # The state.
@@ -123,6 +124,7 @@ class Setup:
     return jax.tree.unflatten(jax.tree.structure(self.abstract_state), leaves)
 
   def _create(self, **options: Any) -> TrainState:
+    """Returns a new state, or with `abstract=True` its shapes."""
     config, example = self.config, self.shapes.example
     rules = rules_lib.from_config(config.mesh.rules)
     factors = lora.LoRA(**config.lora) if config.lora.rank else None
