@@ -235,16 +235,16 @@ class _Reader:
     kind = send.attribute(_TRANSFER).lower().replace("_", "-")
     value = send.operands[0]
     name = send.attribute(_RENDEZVOUS)
-    received = [
+    received = (
       i.arrays[:1]
       for i in computation.instructions.values()
       if i.opcode == "recv" and i.attribute(_RENDEZVOUS) == name
-    ]
+    )
     return self._describe(
       kind if kind in KINDS else "collective-permute",
       send,
       [value],
-      received[0] if received else value.arrays,
+      next(received, value.arrays),
       caller,
     )
 

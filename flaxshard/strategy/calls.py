@@ -16,6 +16,7 @@ import weakref
 
 import jax
 
+from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
@@ -190,6 +191,9 @@ def compiled_forms(
     mesh: See `CompiledForms`.
     donate_argnums: See there.
     reductions: See there.
+
+  Raises:
+    TypeError: `fn` is no function, or an object without weak references.
   """
   owner: Any = fn
   function: Any = None
@@ -199,6 +203,8 @@ def compiled_forms(
   options = mesh, donate_argnums, reductions
   key = id(owner), function, options
   if key not in _forms:
+    if not callable(fn):
+      raise TypeError(f"run: fn must be a function, got {checks.describe(fn)}.")
     # The number of a dead object may be given to a new one. First: it raises if
     # the object takes no weak reference.
     weakref.finalize(owner, _forms.pop, key, None).atexit = False

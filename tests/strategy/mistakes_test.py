@@ -68,6 +68,7 @@ def changes_a_shape(state, batch):
 @pytest.mark.parametrize(
   ("call", "error", "facts"),
   [
+    (lambda: EIGHT.jit(3), TypeError, "run: fn must be .* got 3"),
     (lambda: EIGHT.run(jnp.sum, 3.0), TypeError, r"args=\(state, batch\), got"),
     (lambda: echo("a"), TypeError, "argument 0.*'a'"),
     (lambda: echo({"n": 2**31}), ValueError, rf"argument 0/n .*{2**31}.*int32"),
