@@ -193,11 +193,8 @@ class _Reader:
     """
     found = []
     for one in computation.instructions.values():
-      if one.opcode == "send" and one.attribute(_TRANSFER):
-        found.append(self._slice_transfer(one, computation, caller))
-      elif one.opcode.removesuffix("-start") in KINDS:
-        if not self._is_continuation(one):
-          found.append(self._collective(one, caller))
+      if moved := self._moved(one, computation, caller):
+        found.append(self._describe(one, caller, *moved))
       elif one.opcode in ("conditional", "while") or hlo.is_call(one):
         called = [self.read(x, one) for x in self._program.called(one)]
         if one.opcode == "conditional":
@@ -209,11 +206,27 @@ class _Reader:
           found += itertools.chain(*called)
     return found
 
-  def _collective(
-    self, one: hlo.Instruction, caller: hlo.Instruction | None
-  ) -> Collective:
-    kind = one.opcode.removesuffix("-start")
-    results = one.arrays
+  def _moved(
+    self,
+    one: hlo.Instruction,
+    computation: hlo.Computation,
+    caller: hlo.Instruction | None,
+  ) -> tuple[str, list[hlo.Instruction], tuple[hlo.Array, ...]] | None:
+    """Returns the kind, operands and results of a collective; else None."""
+    if one.opcode == "send" and (kind := one.attribute(_TRANSFER)):
+      # A transfer between slices: a `send` and a `recv` of one name.
+      kind, name = kind.lower().replace("_", "-"), one.attribute(_RENDEZVOUS)
+      received = (
+        i.arrays[:1]
+        for i in computation.instructions.values()
+        if i.opcode == "recv" and i.attribute(_RENDEZVOUS) == name
+      )
+      value = one.operands[0]
+      kind = kind if kind in KINDS else "collective-permute"
+      return kind, [value], next(received, value.arrays)
+    kind, results = one.opcode.removesuffix("-start"), one.arrays
+    if kind not in KINDS or self._is_continuation(one):
+      return None
     if kind != one.opcode and kind != "all-reduce":
       # The shape is a tuple of operands, results, and the compiler's flags.
       count = len(_arrays(one.operands))
@@ -223,38 +236,15 @@ class _Reader:
       called = self._program.called(caller)
       if any(x.name.startswith("all-reduce-scatter") for x in called):
         kind, results = "reduce-scatter", caller.arrays
-    return self._describe(kind, one, one.operands, results, caller)
-
-  def _slice_transfer(
-    self,
-    send: hlo.Instruction,
-    computation: hlo.Computation,
-    caller: hlo.Instruction | None,
-  ) -> Collective:
-    """Reads a transfer between slices: a `send` and a `recv` of one name."""
-    kind = send.attribute(_TRANSFER).lower().replace("_", "-")
-    value = send.operands[0]
-    name = send.attribute(_RENDEZVOUS)
-    received = (
-      i.arrays[:1]
-      for i in computation.instructions.values()
-      if i.opcode == "recv" and i.attribute(_RENDEZVOUS) == name
-    )
-    return self._describe(
-      kind if kind in KINDS else "collective-permute",
-      send,
-      [value],
-      next(received, value.arrays),
-      caller,
-    )
+    return kind, one.operands, results
 
   def _describe(
     self,
-    kind: str,
     one: hlo.Instruction,
+    caller: hlo.Instruction | None,
+    kind: str,
     given: Sequence[hlo.Instruction],
     results: tuple[hlo.Array, ...],
-    caller: hlo.Instruction | None,
   ) -> Collective:
     named = _nearest_named([one, caller] if caller else [one])
     return Collective(
