@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from flaxshard.core import checks
 from flaxshard.core import source_lines
@@ -281,6 +281,42 @@ def is_call(instruction: Instruction) -> bool:
   return instruction.opcode.removesuffix("-start") in _CALLS
 
 
+class _Place(NamedTuple):
+  """A value in a program.
+
+  Attributes:
+    value: The instruction that makes it, or a tuple that it is in.
+    callers: The instructions that call its computation, the innermost last.
+    elements: The numbers of its element in a tuple of tuples, the innermost
+      first.
+  """
+
+  value: Instruction
+  callers: tuple[Instruction, ...] = ()
+  elements: tuple[int, ...] = ()
+
+
+def _sources(program: Program, place: _Place) -> Iterator[_Place]:
+  """Yields a value, and then what it was each time before it was moved."""
+  for _ in range(1000):  # a bound, should a text be odd
+    yield place
+    value, callers, elements = place
+    if value.opcode == "parameter" and callers:
+      operand = callers[-1].operands[int(value.literal)]
+      place = _Place(operand, callers[:-1], elements)
+    elif value.opcode == "tuple" and elements:
+      place = _Place(value.operands[elements[-1]], callers, elements[:-1])
+    elif value.opcode == "get-tuple-element":
+      number = int(value.attribute(r"index=(\d+)"))
+      place = _Place(value.operands[0], callers, (*elements, number))
+    elif value.opcode in _MOVES:
+      place = _Place(value.operands[0], callers, elements)
+    elif is_call(value) and (called := program.called(value)):
+      place = _Place(called[0].root, (*callers, value), elements)
+    else:
+      return
+
+
 def is_widened(
   program: Program, value: Instruction, caller: Instruction | None
 ) -> bool:
@@ -291,28 +327,12 @@ def is_widened(
     value: The instruction that makes it. After the cast it may be moved.
     caller: The instruction that calls the value's computation.
   """
-  if [array.dtype for array in value.arrays] != ["f32"]:
-    return False
-  callers = [caller] if caller and is_call(caller) else []
-  elements: list[int] = []  # the elements of tuples that are followed
-  for _ in range(1000):  # a bound, should a text be odd
-    if [array.dtype for array in value.arrays] == ["bf16"]:
-      return True
-    if value.opcode == "parameter" and callers:
-      value = callers.pop().operands[int(value.literal)]
-    elif value.opcode == "tuple" and elements:
-      value = value.operands[elements.pop()]
-    elif value.opcode == "get-tuple-element":
-      elements.append(_index(value))
-      value = value.operands[0]
-    elif value.opcode in _MOVES:
-      value = value.operands[0]
-    elif is_call(value) and (called := program.called(value)):
-      callers.append(value)
-      value = called[0].root
-    else:
-      return False
-  return False
+  callers = (caller,) if caller and is_call(caller) else ()
+  dtypes = [
+    [array.dtype for array in x.value.arrays]
+    for x in _sources(program, _Place(value, callers))
+  ]
+  return dtypes[0] == ["f32"] and ["bf16"] in dtypes
 
 
 def trip_count(program: Program, loop: Instruction) -> int | None:
@@ -325,59 +345,31 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
   known = loop.attribute(r'known_trip_count"?[:=]\s*\{"?n"?:"?(\d+)')
   if known:
     return int(known)
+
+  def origin(*place: Any) -> _Place:
+    *_, first = _sources(program, _Place(*place))
+    return first
+
   condition, body = program.called(loop)
-  compare, compared = _inlined(program, condition.root)
-  if "direction=LT" not in compare.attributes:
+  compare = origin(condition.root)
+  if "direction=LT" not in compare.value.attributes:
     return None
-  counter, bound = compared
-  if counter.opcode != "get-tuple-element":
+  counter, bound = (origin(x, compare.callers) for x in compare.value.operands)
+  first = _integer(origin(loop.operands[0], (), counter.elements))
+  last = _integer(bound)
+  add = origin(body.root, (), counter.elements)
+  terms = [_integer(origin(x, add.callers)) for x in add.value.operands]
+  steps = [x for x in terms if x is not None]
+  if first is None or last is None or len(steps) != 1:
     return None
-  index = _index(counter)
-  first, last = _integer(_element(loop.operands[0], index)), _integer(bound)
-  add, terms = _inlined(program, _element(body.root, index))
-  steps = [x for x in map(_integer, terms) if x is not None]
-  if first is None or last is None or add.opcode != "add" or len(steps) != 1:
+  if add.value.opcode != "add" or steps[0] <= 0:
     return None
-  return len(range(first, last, steps[0])) if steps[0] > 0 else None
+  return len(range(first, last, steps[0]))
 
 
-def _inlined(
-  program: Program, value: Instruction
-) -> tuple[Instruction, list[Instruction]]:
-  """Returns an operation, which a fusion may hold alone, and its operands."""
-  value = _uncopied(value)
-  operands = value.operands
-  if value.opcode == "fusion":
-    given = operands
-    value = program.called(value)[0].root
-    # What the fusion is given takes the place of its parameters.
-    operands = [
-      given[int(x.literal)] if x.opcode == "parameter" else x
-      for x in map(_uncopied, value.operands)
-    ]
-  return value, list(map(_uncopied, operands))
-
-
-def _index(value: Instruction) -> int:
-  """Returns the number of the element that a `get-tuple-element` reads."""
-  return int(value.attribute(r"index=(\d+)"))
-
-
-def _element(value: Instruction, index: int) -> Instruction:
-  """Returns what makes an element of a tuple; else the value itself."""
-  return value.operands[index] if value.opcode == "tuple" else value
-
-
-def _uncopied(value: Instruction) -> Instruction:
-  while value.opcode in ("bitcast", "convert", "copy"):
-    value = value.operands[0]
-  return value
-
-
-def _integer(value: Instruction) -> int | None:
+def _integer(place: _Place) -> int | None:
   """Returns the value of a constant; None if it is no integer."""
-  value = _uncopied(value)
-  is_integer = re.fullmatch(r"-?\d+", value.literal)
-  return (
-    int(value.literal) if value.opcode == "constant" and is_integer else None
-  )
+  value = place.value
+  if value.opcode == "constant" and re.fullmatch(r"-?\d+", value.literal):
+    return int(value.literal)
+  return None
