@@ -337,35 +337,35 @@ class Checkpointer:
           if path.name == str(number):  # not of Flax
             path.rename(path.with_name(f"{path.name}.damaged"))
             _log.warning("%s is damaged: renamed to %s.damaged", path, path)
+      found = steps.find(self.directory, steps.OURS)
+      self._others = {n: p for n, p in found.items() if p.name != str(n)}
+      self._damaged.intersection_update(self._others)
+      self._manager = ocp.CheckpointManager(
+        self.directory,
+        options=ocp.CheckpointManagerOptions(
+          preservation_policy=self._keep,
+          async_options=ocp.options.AsyncOptions(
+            barrier_sync_fn=self._barrier,
+            # It keeps this object, and with it the lock, until the save ends.
+            post_finalization_callback=self._write_digests,
+            # If they cannot be created in the background, Orbax's other threads
+            # wait for them until a timeout, and so does the end of the program.
+            create_directories_asynchronously=False,
+          ),
+        ),
+        # A fresh process can only restore items whose handlers are named here.
+        # They are new ones: a failed save leaves records in them.
+        item_handlers={
+          **items_lib.item_handlers(plain_item=self._plain_item),
+          step_files.POSITION: ocp.JsonCheckpointHandler(),
+          step_files.FLAXSHARD: ocp.JsonCheckpointHandler(),
+        },
+      )
     except SaveError:
       self._close_manager()  # in all processes
       raise
     except OSError as e:
       self._fail(step, e)
-    found = steps.find(self.directory, steps.OURS)
-    self._others = {n: path for n, path in found.items() if path.name != str(n)}
-    self._damaged.intersection_update(self._others)
-    self._manager = ocp.CheckpointManager(
-      self.directory,
-      options=ocp.CheckpointManagerOptions(
-        preservation_policy=self._keep,
-        async_options=ocp.options.AsyncOptions(
-          barrier_sync_fn=self._barrier,
-          # It keeps this object, and with it the lock, until the save ends.
-          post_finalization_callback=self._write_digests,
-          # If they cannot be created in the background, Orbax's other threads
-          # wait for them until a timeout, and so does the end of the program.
-          create_directories_asynchronously=False,
-        ),
-      ),
-      # A fresh process can only restore items whose handlers are named here.
-      # They are new ones: a failed save leaves records in them.
-      item_handlers={
-        **items_lib.item_handlers(plain_item=self._plain_item),
-        step_files.POSITION: ocp.JsonCheckpointHandler(),
-        step_files.FLAXSHARD: ocp.JsonCheckpointHandler(),
-      },
-    )
     return self._manager
 
   def _write_digests(self) -> None:

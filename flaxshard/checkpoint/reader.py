@@ -181,7 +181,7 @@ def open_unverified(where: Any, plain_item: str | None = None) -> Leaves:
   return leaves
 
 
-def in_train_state(path: Path, layouts: Mapping[Path, Path] = LAYOUTS) -> Path:
+def in_train_state(path: Path, layouts: Layouts = LAYOUTS) -> Path:
   """Returns the path that a train state has for a leaf of another program.
 
   Args:

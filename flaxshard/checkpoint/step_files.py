@@ -153,7 +153,7 @@ def write_digests(step_dir: Directory, *, contents: bool) -> None:
 
 
 def _digest(path: Directory, contents: bool) -> list[int | None]:
-  """Returns the size and the crc32 of a file; None if it is not to be read."""
+  """Returns the size of a file, and its crc32, or None without reading it."""
   if not contents:
     return [path.stat().length, None]
   size, crc = 0, 0
@@ -203,7 +203,7 @@ def check(where: Directory) -> dict[str, Any] | None:
     for item in sorted(items) if isinstance(items, dict) else ():
       if item not in names:
         raise Damaged(f"{where / item} is missing; {_STEP_METADATA} has it.")
-  if METRICS in names_in(where / METRICS):
+  if METRICS in names and METRICS in names_in(where / METRICS):
     read_json(where / METRICS / METRICS)
   if FLAXSHARD not in names:
     return None

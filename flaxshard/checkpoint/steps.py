@@ -59,7 +59,7 @@ def find(
 
 def is_step(path: Directory) -> bool:
   """Returns whether a path is one checkpoint, not a directory of several."""
-  # A directory of steps may have others that this process cannot read.
+  # Beside its steps, a directory may have what this process cannot read.
   with contextlib.suppress(PermissionError):
     trees = step_files.trees_in(path)
     has_items = any(not step_files.NAME.fullmatch(name) for name in trees)
