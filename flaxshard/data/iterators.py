@@ -211,8 +211,8 @@ def _join(batches: list[PyTree]) -> PyTree:
     return batches[0]
   for batch in batches:
     sharding.flatten(batch)  # checks that its leaves have the same rows
-  # NumPy's error names the shapes, which `bucket` does not pad: there is one
-  # length for all replicas.
+  # NumPy's error says how they differ: `bucket` does not pad the batch of each
+  # replica, and only their rows may differ.
   return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
 
 
