@@ -294,22 +294,19 @@ def _read_memory(step: step_lib.Step) -> Memory:
     )
   unused = sum(leaf.nbytes for leaf in step.leaves if not leaf.is_read)
   stats = step.compiled.memory_analysis()
+  given, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
   outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+  program = stats.generated_code_size_in_bytes
   return Memory(
     state,
     batch,
     further,
     unused=unused,
-    padding=stats.argument_size_in_bytes - (total - unused),
+    padding=given - (total - unused),
     outputs=outputs,
-    program=stats.generated_code_size_in_bytes,
-    temporaries=stats.temp_size_in_bytes,
-    peak=(
-      stats.argument_size_in_bytes
-      + outputs
-      + stats.temp_size_in_bytes
-      + stats.generated_code_size_in_bytes
-    ),
+    program=program,
+    temporaries=temporaries,
+    peak=given + outputs + program + temporaries,
     hbm=hbm,
   )
 
