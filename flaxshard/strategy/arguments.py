@@ -43,11 +43,13 @@ class Leaf(NamedTuple):
     path: Its path.
     kind: `OWN`, `SHARED` or `SPLIT`.
     wrappers: The wrappers of the TrainState that it is part of, or None.
+    shape: Of an argument on the mesh its shape, dtype and sharding, else None.
   """
 
   path: Any
   kind: str
   wrappers: tuple[base.Base, ...] | None
+  shape: Any = None
 
   @property
   def argument(self) -> str:

@@ -134,20 +134,15 @@ class CompiledForms:
     treedef = jax.tree.structure((args, kwargs))
     key = treedef, tuple(x.sharding for x in placed)
     if key not in self._compiled:
-      shapes = [compile_only.abstract_array(x, x.sharding) for x in placed]
+      leaves = [
+        leaf._replace(shape=compile_only.abstract_array(x, x.sharding))
+        for leaf, x in zip(leaves, placed, strict=True)
+      ]
       # Batches that are no list have the steps as their first dimension.
       is_stacked = self.reductions is not None and not isinstance(args[1], list)
-      batches = mistakes.check_arguments(
-        self.mesh, values, leaves, shapes, is_stacked=is_stacked
-      )
+      batches = mistakes.check_arguments(self.mesh, values, leaves, is_stacked)
       run = functools.partial(
-        program_lib.run,
-        self._function,
-        self.mesh,
-        treedef,
-        leaves,
-        shapes,
-        batches,
+        program_lib.run, self._function, self.mesh, treedef, leaves, batches
       )
       # JAX sees the leaves as arguments, not the trees.
       donated = [

@@ -31,8 +31,6 @@ def check_arguments(
   mesh: jax.sharding.Mesh,
   given: Sequence[Any],
   leaves: Sequence[arguments.Leaf],
-  shapes: Sequence[jax.ShapeDtypeStruct],
-  *,
   is_stacked: bool,
 ) -> list[str]:
   """Checks the arguments of a new program.
@@ -41,7 +39,6 @@ def check_arguments(
     mesh: The strategy's mesh.
     given: The leaves of the arguments, as they are passed to `run`.
     leaves: What they are.
-    shapes: Their shapes, dtypes and shardings on the mesh.
     is_stacked: Whether the second argument has batches of several steps,
       `[steps, ...]`.
 
@@ -62,8 +59,8 @@ def check_arguments(
     local = "" if stack.has_local_updates(wrappers) else None
     notes[wrappers] = stack.divergence(wrappers) or local
   whole, is_split = [], False
-  for x, leaf, shape in zip(given, leaves, shapes, strict=True):
-    spec = shape.sharding.spec
+  for x, leaf in zip(given, leaves, strict=True):
+    spec = leaf.shape.sharding.spec
     over_replicas = mesh_lib.REPLICA in specs_lib.axes_in(spec)
     if leaf.kind == arguments.SHARED:
       note = notes.get(leaf.wrappers)

@@ -38,7 +38,6 @@ def run(
   mesh: jax.sharding.Mesh,
   treedef: Any,
   leaves: Sequence[Leaf],
-  shapes: Sequence[jax.ShapeDtypeStruct],
   batches: list[str],
   *arrays: jax.Array,
 ) -> PyTree:
@@ -49,13 +48,12 @@ def run(
     mesh: The strategy's mesh.
     treedef: The structure of `(args, kwargs)`.
     leaves: What the leaves of the arguments are.
-    shapes: Their shapes, dtypes and shardings.
     batches: Those that look like batches, if none is split.
     *arrays: The leaves.
   """
   in_specs, parts = [], []
-  for x, leaf, shape in zip(arrays, leaves, shapes, strict=True):
-    spec = shape.sharding.spec
+  for x, leaf in zip(arrays, leaves, strict=True):
+    spec = leaf.shape.sharding.spec
     if leaf.kind != arguments.SHARED:
       in_specs.append(specs_lib.only(spec, [mesh_lib.REPLICA]))
     else:
@@ -66,7 +64,8 @@ def run(
         spec = specs_lib.only(spec, mesh_lib.logical_axes(mesh))
         x = mesh_lib.constrain(x, NamedSharding(mesh, spec))
     parts.append(x)
-  nodes = jax.tree.leaves(treedef.unflatten(shapes), is_leaf=arguments.is_state)
+  shapes = treedef.unflatten(leaf.shape for leaf in leaves)
+  nodes = jax.tree.leaves(shapes, is_leaf=arguments.is_state)
   states = list(filter(arguments.is_state, nodes))
   replicas = mesh.shape[mesh_lib.REPLICA]
   context = replica_context.ReplicaContext(
