@@ -312,17 +312,14 @@ def reduce_over_replicas(
   sent = {
     i: _widen(x) for i, x in enumerate(leaves) if not is_indexed_slices(x)
   }
-  received: Any = sent
-  if sent:
-    received = collective(sent, mesh_lib.REPLICA, axis_index_groups=groups)
-  reduced = []
+  received = collective(sent, mesh_lib.REPLICA, axis_index_groups=groups)
   for i, x in enumerate(leaves):
     if i not in sent:
-      reduced.append(rows.reduce(op, x, count, groups))
+      leaves[i] = rows.reduce(op, x, count, groups)
     else:
       is_wide = sent[i] is not x
-      reduced.append(received[i].astype(x.dtype) if is_wide else received[i])
-  return jax.tree.unflatten(treedef, reduced)
+      leaves[i] = received[i].astype(x.dtype) if is_wide else received[i]
+  return jax.tree.unflatten(treedef, leaves)
 
 
 def _widen(x: Any) -> Any:
