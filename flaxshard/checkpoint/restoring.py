@@ -15,6 +15,7 @@ import os
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -280,17 +281,15 @@ class _Plan:
     """
     wrappers, name = (wrapper,), wrapper.name
     template = self._template.wrapper_states[name]
-    wanted = trees.leaves_by_path(template)
+    # The wrapper sees one replica. There may be others than those saved.
+    row = lambda _, x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    of_one = stack.map_per_replica(row, wrappers, {name: template})[name]
+    shapes = {p: x.shape for p, x in trees.leaves_by_path(of_one).items()}
     found = reader.below(self._saved, (WRAPPER_STATES, name))
-    mask = jax.tree.leaves(base.per_replica_mask(wrapper, template))
-    # Without the axis of the replicas, which may be others than those saved.
-    shapes, replicas = {}, 1
     # Of use are the replicated leaves, and the scalars of the replicas.
     useful = {}
-    for (path, x), is_local in zip(wanted.items(), mask, strict=True):
-      shapes[path] = shape = x.shape[int(is_local) :]
-      replicas = x.shape[0] if is_local else replicas
-      leaf = found.get(path)
+    for path, x in trees.leaves_by_path(template).items():
+      leaf, shape = found.get(path), shapes[path]
       if leaf is None or leaf.dtype != x.dtype:
         continue
       if leaf.shape == shape or (not shape and len(leaf.shape) == 1):
@@ -299,7 +298,7 @@ class _Plan:
         useful[path] = leaf, like.update(shape=leaf.shape, dtype=x.dtype)
     saved = reader.read(self._where, useful)
     if difference:
-      dropped = {path[0]: None for path in wanted if path not in saved}
+      dropped = {path[0]: None for path in shapes if path not in saved}
       _log.warning(
         "%s has another state of wrapper %r, as for other replicas: %s. It "
         "begins at the restored parameters. Dropped are %s.",
@@ -323,13 +322,14 @@ class _Plan:
         wrappers, target.params, self._state.tx, target.collections
       )
       first = stack.local_states(wrappers, first)[name]
-      # The wrapper sees one replica: the first row stands for all.
+      # The first row stands for all.
       own = {}
       for path, x in saved.items():
         own["/".join(path)] = x if x.shape == shapes[path] else x[0]
-      new = {name: wrapper.restart(first, target, own)}
-      new = stack.add_replica_axis(wrappers, new, replicas)
-      new = trees.conform(f"wrapper {name!r}: restart", new[name], template)
+      new = wrapper.restart(first, target, own)
+      new = trees.conform(f"wrapper {name!r}: restart", new, of_one)
+      spread = lambda x, like: jnp.broadcast_to(x, like.shape)
+      new = jax.tree.map(spread, new, template)
       # Not the buffers of the parameters: a step may donate both.
       return trees.unshare_buffers((target, new))[1]
 
