@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import contextlib
+import dataclasses
 import logging
 import signal
 import time
@@ -32,10 +33,11 @@ _log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.2
 
 
+@dataclasses.dataclass(frozen=True)
 class Commits:
   """The commits of a run.
 
-  Args:
+  Attributes:
     setup: The setup of the config.
     root: The folder of all workers, which is that of worker 0.
     train_iter: The training batches, which go on with those of the others when
@@ -44,17 +46,10 @@ class Commits:
       of the compiled step, and nothing is done here.
   """
 
-  def __init__(
-    self,
-    setup: setup_lib.Setup,
-    root: str,
-    train_iter: Any,
-    worker: Any = None,
-  ):
-    self._setup = setup
-    self._root = root
-    self._train_iter = train_iter
-    self._worker = worker
+  setup: setup_lib.Setup
+  root: str
+  train_iter: Any
+  worker: Any = None
 
   def start(self, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Joins the other workers.
@@ -67,12 +62,12 @@ class Commits:
       The state to train from, and the step that it goes on from: that of the
       others, if they are further.
     """
-    if self._worker is None:
+    if self.worker is None:
       return state, step
-    facts = same_run.worker_facts(self._setup)
-    state = self._worker.start(state, facts=facts)
+    facts = same_run.worker_facts(self.setup)
+    state = self.worker.start(state, facts=facts)
     # One step is left at least: it is evaluated and saved.
-    return state, self._skip(step, 0, self._setup.config.num_train_steps - 1)
+    return state, self._skip(step, 0, self.setup.config.num_train_steps - 1)
 
   def commit(self, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Commits if a period ends; called after each step.
@@ -85,17 +80,17 @@ class Commits:
       The state, and the step: a later one if this worker was away for so long
       that the others have left it behind.
     """
-    if self._worker is None:
+    if self.worker is None:
       return state, step
-    before = self._worker.missed_steps
-    state = self._worker.commit(state)
-    return state, self._skip(step, before, self._setup.config.num_train_steps)
+    before = self.worker.missed_steps
+    state = self.worker.commit(state)
+    return state, self._skip(step, before, self.setup.config.num_train_steps)
 
   def settle(self, state: TrainState) -> TrainState:
     """Returns a state to be saved: with the newest center and its slots."""
-    if self._worker is None or self._worker.is_closed:
+    if self.worker is None or self.worker.is_closed:
       return state
-    return self._worker.settle(state)
+    return self.worker.settle(state)
 
   def finish(self, state: TrainState) -> tuple[TrainState, bool]:
     """Waits for the other workers.
@@ -107,15 +102,15 @@ class Commits:
       The state, and whether it has the final center. It has not if a signal has
       ended the wait: then it is not to be saved as the last one.
     """
-    if self._worker is None:
+    if self.worker is None:
       return state, True
-    state = self._worker.finish(state)
-    if not self._worker.is_finished:
+    state = self.worker.finish(state)
+    if not self.worker.is_finished:
       _log.warning(
         "stopped at the last step, before the other workers; the same command "
         "or call continues from the last checkpoint"
       )
-    return state, self._worker.is_finished
+    return state, self.worker.is_finished
 
   def publish(self, step: int, state: TrainState, row: report.Row) -> None:
     """Saves the final center in the workdir of worker 0, if that is gone.
@@ -127,7 +122,7 @@ class Commits:
       state: The state with the final center.
       row: The last row of metrics, with the evaluation.
     """
-    worker, root, config = self._worker, self._root, self._setup.config
+    worker, root, config = self.worker, self.root, self.setup.config
     if worker is None or not worker.worker_id or not worker.is_leader:
       return
     with contextlib.ExitStack() as stack:
@@ -145,9 +140,9 @@ class Commits:
         worker.worker_id,
         root,
       )
-      same_run.write_files(self._setup, root)
+      same_run.write_files(self.setup, root)
       evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
-      saver.save(step, state, data=self._train_iter, metrics=evaluation)
+      saver.save(step, state, data=self.train_iter, metrics=evaluation)
       # Rows of this step may be those of a worker 0 that could not save it.
       with contextlib.closing(report.MetricsFile(root, step - 1)) as file:
         file.write(step, row)
@@ -156,7 +151,7 @@ class Commits:
 
   def row(self) -> dict[str, float]:
     """Returns the columns of `metrics.jsonl` for the commits since the last."""
-    return {} if self._worker is None else self._worker.metrics()
+    return {} if self.worker is None else self.worker.metrics()
 
   def _skip(self, step: int, before: int, last: int) -> int:
     """Skips batches up to the step of the others; returns the step.
@@ -166,13 +161,13 @@ class Commits:
       before: `Worker.missed_steps` at the step.
       last: The last step to return.
     """
-    missed = self._worker.missed_steps - before
-    if self._worker.is_finished:
+    missed = self.worker.missed_steps - before
+    if self.worker.is_finished:
       missed = last
     count = min(missed, last - step)
     if count <= 0:
       return step
-    self._train_iter.skip(count)
+    self.train_iter.skip(count)
     return step + count
 
 
