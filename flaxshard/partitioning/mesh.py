@@ -118,8 +118,10 @@ def put(
   # In a trace nothing is moved: the program may be for other devices.
   if not isinstance(x, jax.core.Tracer):
     compile_only.check_can_run("putting an array on the mesh", sharding.mesh)
-  is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
-  if is_global or sharding.is_fully_addressable:
+  # A traced array does not say whether it is addressable.
+  if sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, sharding)
   # Onto devices of other processes JAX puts NumPy arrays, but neither committed
   # arrays nor keys.
