@@ -12,8 +12,10 @@ which has checksums of its own, only sizes are compared.
 from __future__ import annotations
 
 from concurrent import futures
+import contextlib
 import json
 import logging
+import os
 import re
 from typing import Any
 import zlib
@@ -103,10 +105,10 @@ def trees_in(step_dir: Directory) -> dict[str, Directory]:
   """
   found = {}
   for name in ("", *names_in(step_dir)):
-    path = step_dir / name
-    # A bucket lists a file as the only entry of itself.
-    if name != _TREE_METADATA and _TREE_METADATA in names_in(path):
-      found[name] = path
+    with contextlib.suppress(*_MISSING):
+      # `exists` would hide other errors.
+      (step_dir / name / _TREE_METADATA).open("rb").close()
+      found[name] = step_dir / name
   return found
 
 
@@ -154,14 +156,14 @@ def write_digests(step_dir: Directory, *, contents: bool) -> None:
 
 def _digest(path: Directory, contents: bool) -> list[int | None]:
   """Returns the size of a file, and its crc32, or None without reading it."""
-  if not contents:
-    return [path.stat().length, None]
-  size, crc = 0, 0
+  crc = 0
+  # The `stat` of epath fails for an owner without a name, as in containers.
   with path.open("rb") as f:
+    if not contents:
+      return [f.seek(0, os.SEEK_END), None]
     while chunk := f.read(_CHUNK_BYTES):
       crc = zlib.crc32(chunk, crc)
-      size += len(chunk)
-  return [size, crc]
+    return [f.tell(), crc]
 
 
 def _crc_of(digests: Any) -> int:

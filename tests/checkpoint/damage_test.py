@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def trained(step, **kwargs):
   return states.weights(step, **kwargs).replace(step=jnp.int32(step))
 
 
-HANDLER = ocp.PyTreeCheckpointHandler
+RESTORE = ("orbax.checkpoint.PyTreeCheckpointHandler.restore",)
 INITIAL = trained(0)
 CONFIG = {"seed": 3, "model": {"name": "cnn"}}
 
@@ -120,7 +121,9 @@ def test_every_file_has_its_size_and_crc32(saved):
   }
 
 
-def test_without_digests_only_sizes_are_compared(tmp_path):
+def test_without_digests_only_sizes_are_compared(tmp_path, monkeypatch):
+  # In a container, the owner of the files may have no name.
+  monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
   save(tmp_path, 3, 4, digests=False)
   file = tmp_path / "4" / "default" / "manifest.ocdbt"
   flip(file)
@@ -283,30 +286,35 @@ def restore(path):
   return checkpoint.restore(path, states.weights())
 
 
+def failing(original, error):
+  """Returns a function that fails for the item `default` of step 2."""
+
+  def fail(*args, **kwargs):
+    if "/2/default" in str(args):
+      raise error
+    return original(*args, **kwargs)
+
+  return fail
+
+
 @pytest.mark.parametrize(
-  ("where", "name", "error"),
+  ("names", "error"),
   [
-    (HANDLER, "restore", jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")),
-    (HANDLER, "restore", ValueError("NOT_FOUND: [too many open files]")),
-    (HANDLER, "restore", MemoryError()),
-    (os, "listdir", PermissionError(13, "Permission denied")),
+    (RESTORE, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")),
+    (RESTORE, ValueError("NOT_FOUND: Error opening [too many open files]")),
+    (RESTORE, MemoryError()),
+    (("os.stat", "builtins.open"), PermissionError(13, "Permission denied")),
   ],
 )
-def test_transient_errors_are_raised(tmp_path, where, name, error, monkeypatch):
+def test_transient_errors_are_raised(tmp_path, names, error, monkeypatch):
   with ocp.CheckpointManager(tmp_path) as manager:
     for step in (1, 2):
       state = states.weights(step).without_wrappers()
       manager.save(step, args=ocp.args.StandardSave(state))
-  original = getattr(where, name)
-
-  def fail(path, *args, **kwargs):
-    if where is os and not os.fspath(path).endswith("2/default"):
-      return original(path)
-    raise error
-
   with checkpoint.Checkpointer(tmp_path) as checkpointer:
     with monkeypatch.context() as patch:
-      patch.setattr(where, name, fail)
+      for name in names:
+        patch.setattr(name, failing(pkgutil.resolve_name(name), error))
       with pytest.raises(type(error)) as e:
         checkpointer.restore(states.weights())
     assert e.value is error

@@ -52,10 +52,6 @@ def save_after_closing(runs):
   checkpointer.save(1, create())
 
 
-def restore_by_checkpointer(runs):
-  fs.Checkpointer(runs / "digits").restore(create(), 4)
-
-
 MISSPELT = dict(metrics={"acuracy": 0.5}, best_metric="accuracy")
 OTHER = optax.chain(optax.identity(), plain_states.TX)
 
@@ -97,7 +93,6 @@ MISTAKES = [
   (restore("empty"), ValueError, "empty: it has no steps"),
   (restore("file"), ValueError, "file is no checkpoint of Flax"),
   (restore(step=4), ValueError, r"step 4 .*\[3, 12\]"),
-  (restore_by_checkpointer, ValueError, r"step 4 .*\[3, 12\]"),
   (restore("digits/checkpoints/3", 12), ValueError, "checkpoints/3"),
   (restore(size=2), ValueError, r"/12 .*params/w: .*\(3,\).* \(2,\)"),
   (restore(tx=optax.sgd(0.1)), ValueError, "0/count: .* nothing is expected"),
