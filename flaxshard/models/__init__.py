@@ -25,21 +25,28 @@ MODELS: Mapping[str, type[nn.Module]] = {
 }
 
 
-def create(config: Any, *, policy: Policy, seed: int = 0, **known: Any) -> Any:
+def create(
+  config: Any,
+  *,
+  num_classes: int | None = None,
+  policy: Policy,
+  seed: int = 0,
+  example: Mapping[str, Any] | None = None,
+) -> Any:
   """Creates the model that a config names.
 
   Args:
     config: A dict or ConfigDict with the `"name"` of the model and values of
       its fields; lists become tuples. The name is `"cnn"`, `"resnet"`,
       `"transformer"`, or `"package.module:attribute"` for a Linen or NNX module
-      class, or a function that returns a module. It is given those of `policy`,
-      `dtype` (that of the policy's computations), `seed`, `rngs` (an
-      `nnx.Rngs`) and `known` that its signature names.
+      class, or a function that returns a module. It is given those of
+      `num_classes`, `policy`, `dtype` (that of the policy's computations),
+      `rngs` (an `nnx.Rngs`), `seed` and `example` that its signature names.
+    num_classes: Number of classes of the data, or size of its vocabulary; None
+      if the data has none.
     policy: Precision policy.
     seed: Seed of `nnx.Rngs`; Linen modules are initialized later.
-    **known: `num_classes`, the number of classes of the data or the size of its
-      vocabulary, and `example`, one of the data without the batch dimension.
-      None is no value.
+    example: An example of the data, without the batch dimension.
 
   Returns:
     The module. An NNX module is initialized, a Linen module is not.
@@ -57,6 +64,7 @@ def create(config: Any, *, policy: Policy, seed: int = 0, **known: Any) -> Any:
     CNN(...dense = 64...)
   """
   found = registry.find("config.model", config, MODELS)
+  known = {"num_classes": num_classes, "example": example}
   return make(*found, policy=policy, seed=seed, **known)
 
 
