@@ -64,7 +64,7 @@ def create(
     CNN(...dense = 64...)
   """
   found = registry.find("config.model", config, MODELS)
-  known = {"num_classes": num_classes, "example": example}
+  known: dict[str, Any] = dict(num_classes=num_classes, example=example)
   return make(*found, policy=policy, seed=seed, **known)
 
 
