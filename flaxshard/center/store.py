@@ -90,6 +90,7 @@ class Objects:
   def __init__(self, url: str):
     self.url = url
     self.num_bytes = 0
+    self._lock = threading.Lock()
     # By kind of request: since when it has failed.
     self._failing: dict[str, float] = {}
     # By the key without its last part: the last key, and its content.
@@ -121,15 +122,15 @@ class Objects:
     """
     write = lambda key: self._kv.write(key, content, if_equal=generation)
     [stamp] = self._run("written", write, [key])
-    self.num_bytes += len(content)
+    self._count([content])
     return stamp.generation or None
 
   def write_all(self, contents: Mapping[str, bytes]) -> None:
     """Writes objects of unique names at the same time."""
     write = lambda key: self._kv.write(key, contents[key])
     self._run("written", write, contents, _LARGE_SECONDS)
+    self._count(contents.values())
     for key, content in contents.items():
-      self.num_bytes += len(content)
       self._written[_kind_of(key)] = key, content
 
   def delete(self, keys: Iterable[str]) -> None:
@@ -156,7 +157,7 @@ class Objects:
   def _read(self, keys: Sequence[str]) -> list[tuple[bytes | None, bytes]]:
     found = self._run("read", self._kv.read, keys, _LARGE_SECONDS)
     # Of a missing object the value is empty.
-    self.num_bytes += sum(len(x.value) for x in found)
+    self._count(x.value for x in found)
     return [
       (None if x.state == "missing" else x.value, x.stamp.generation)
       for x in found
@@ -193,6 +194,11 @@ class Objects:
       gone = time.monotonic() - since
       _log.warning("%s can be %s again, after %.0f s", self.url, verb, gone)
     return results
+
+  def _count(self, contents: Iterable[bytes]) -> None:
+    # Several threads read and write.
+    with self._lock:
+      self.num_bytes += sum(map(len, contents))
 
 
 def _kind_of(key: str) -> str:
