@@ -355,12 +355,6 @@ def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:
   return isinstance(x, IndexedSlices)
 
 
-def is_in(tree: PyTree) -> bool:
-  """Returns whether a tree has an `IndexedSlices`."""
-  leaves = jax.tree.leaves(tree, is_leaf=is_indexed_slices)
-  return any(map(is_indexed_slices, leaves))
-
-
 def find(tree: PyTree) -> dict[tuple[Any, ...], IndexedSlices]:
   """Returns the `IndexedSlices` of a tree, by path."""
   flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_indexed_slices)

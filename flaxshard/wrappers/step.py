@@ -424,7 +424,7 @@ def update(
     if is_due and w.reduces == "inside":
       apply, is_due = functools.partial(_apply_reduced, reduction, apply), False
     apply = functools.partial(_apply_wrapper, w, apply)
-  if indexed_slices.is_in(grads):
+  if indexed_slices.find(grads):
     apply = functools.partial(_apply_rows, tx, wrappers, apply)
   if is_due:
     # Before all others: a reduced gradient carries the NaN of any replica to
