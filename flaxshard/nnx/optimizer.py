@@ -357,10 +357,8 @@ class Optimizer(nnx.Optimizer[M]):
     fields = traverse_util.unflatten_dict(flat)
     if self.wrappers:
       collections = {k: v for k, v in fields.items() if k != "params"}
-      # AGN has those of each replica, of which there is one.
       fields["wrapper_states"] = _with_collections(
-        _with_string_keys(self.wrapper_states),
-        jax.tree.map(lambda x: jnp.expand_dims(x, 0), collections),
+        _with_string_keys(self.wrapper_states), collections
       )
     own = dict(
       step=self.step[...].astype(jnp.int32),
@@ -403,12 +401,13 @@ def _with_collections(
   states: Mapping[str, PyTree], collections: dict[str, PyTree]
 ) -> dict[str, PyTree]:
   """Returns the wrappers' states, of which some keep the collections."""
-  return {
-    name: state._replace(collections=collections)
-    if stack.keeps_collections(state)
-    else state
-    for name, state in states.items()
-  }
+  new = dict(states)
+  for name, state in states.items():
+    if stack.keeps_collections(state):
+      # Those of each replica, of which there is one.
+      rows = jax.tree.map(lambda x: jnp.expand_dims(x, 0), collections)
+      new[name] = state._replace(collections=rows)
+  return new
 
 
 def _with_string_keys(tree: PyTree) -> PyTree:
