@@ -460,9 +460,9 @@ class Worker:
     center = exchange.center
     if center is None:
       return self._end(state, is_late=True)
-    seconds = time.monotonic() - exchange.begin
+    took = time.monotonic() - exchange.begin
     versions = max(center.version - exchange.commit["version"] - 1, 0)
-    self._results.append((seconds, versions, center.workers))
+    self._results.append((took, versions, center.workers))
     return self._layout.pull(state, center)
 
   def _overdue(self, state: Any) -> list[int]:

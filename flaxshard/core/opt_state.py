@@ -100,11 +100,14 @@ def parameters_of(opt_state: PyTree, params: PyTree) -> list[Path | None]:
     if path[start:] not in known
   }
 
-  # The largest subtree first.
-  starts = lambda path: (
-    n for n in range(len(path) + 1) if path[:n] not in mixed
-  )
-  return [next((path[n:] for n in starts(path)), None) for path in paths]
+  def find_parameter(path: Path) -> Path | None:
+    # The largest subtree first.
+    for start in range(len(path) + 1):
+      if path[:start] not in mixed:
+        return path[start:]
+    return None
+
+  return [find_parameter(path) for path in paths]
 
 
 def map_leaves(

@@ -37,7 +37,7 @@ OWN, SHARED, SPLIT = "own", "shared", "split"
 
 
 class Leaf(NamedTuple):
-  """What a leaf of arguments or results is.
+  """A leaf of arguments or results: its place and its kind, not its value.
 
   Attributes:
     path: Its path.
