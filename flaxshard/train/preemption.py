@@ -49,12 +49,15 @@ class StopRequest:
     finally:
       self._is_saving = False
 
+  def is_repeated(self) -> bool:
+    """Returns whether a signal of now belongs to the last one; notes it."""
+    now = time.monotonic()
+    before, self._last_time = self._last_time, now
+    return now - before < _SAME_REQUEST_SECONDS
+
   def receive(self, signum: int) -> None:
     """Handles a signal; the third one raises, except while saving."""
-    now = time.monotonic()
-    is_same_request = now - self._last_time < _SAME_REQUEST_SECONDS
-    self._last_time = now
-    if is_same_request:
+    if self.is_repeated():
       return
     self._count += 1
     name = signal.Signals(signum).name
@@ -87,27 +90,38 @@ def catch_signals() -> Iterator[StopRequest]:
   which reports it to all processes. A SIGINT, which may have reached this
   process alone, is passed on to JAX as SIGTERM; see `agree_on_signal`.
 
+  A key that is still held down after the block is no new request.
+
   Yields:
     The request to stop, with the number of the first signal.
   """
   request = StopRequest()
+  before: dict[int, Any] = {}
+  has_ended = False
 
   def on_signal(signum: int, frame: Any) -> None:
     del frame
+    if has_ended:
+      if not request.is_repeated():
+        signal.signal(signum, before[signum])
+        os.kill(os.getpid(), signum)
+      return
     is_first = request.signum is None
     request.receive(signum)
     if is_first and _uses_preemption_service():
       os.kill(os.getpid(), signal.SIGTERM)
 
-  with contextlib.ExitStack() as stack:
-    if threading.current_thread() is threading.main_thread():
-      signums = {signal.SIGINT, signal.SIGTERM}
-      if _uses_preemption_service():
-        signums.remove(signal.SIGTERM)
-      for signum in signums:
-        before = signal.signal(signum, on_signal)
-        stack.callback(signal.signal, signum, before)
+  if threading.current_thread() is threading.main_thread():
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, on_signal)
+    if not _uses_preemption_service():
+      before[signal.SIGTERM] = signal.signal(signal.SIGTERM, on_signal)
+  try:
     yield request
+  finally:
+    has_ended = True
+    if request.signum is None:
+      for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 def agree_on_signal(step: int, request: StopRequest) -> int | None:

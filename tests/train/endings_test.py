@@ -313,18 +313,29 @@ def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_reported_and_handlers_are_restored(signum):
+def test_the_first_signal_is_reported_and_handlers_are_restored(
+  signum, monkeypatch
+):
+  clock = types.SimpleNamespace(now=0.0)
+  monkeypatch.setattr("time.monotonic", lambda: clock.now)
   received = []
   handler = lambda *args: received.append(args)
   before = signal.signal(signum, handler)
   try:
     with preemption.catch_signals() as request:
       assert request.signum is None
+    assert signal.getsignal(signum) is handler
+    with preemption.catch_signals() as request:
       for _ in range(2):
         os.kill(os.getpid(), signum)
         assert request.signum == signum
-    assert signal.getsignal(signum) is handler
+    # The key is still held down.
+    os.kill(os.getpid(), signum)
     assert not received
+    clock.now = 2
+    os.kill(os.getpid(), signum)
+    assert len(received) == 1
+    assert signal.getsignal(signum) is handler
   finally:
     signal.signal(signum, before)
 
