@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
   # 600 steps it would only use the first tenth of the decay.
   config.schedule = {"name": "constant"}
   config.learning_rate = 3e-3  # of the center
+  config.optimizer.weight_decay = 1e-4
   config.mesh.per_replica = True  # each replica has its own parameters
   config.mesh.virtual_devices = 8  # where there is no GPU or TPU
   return config
