@@ -14,7 +14,7 @@ from flaxshard import checkpoint
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
-from flaxshard.train import preemption
+from flaxshard.train import endings
 from flaxshard.train import report
 from flaxshard.train import setup as setup_lib
 
@@ -91,7 +91,7 @@ def stopped_while(
     signum: The number of the signal.
   """
 
-  class Request(preemption.StopRequest):
+  class Request(endings.StopRequest):
     def __init__(self):
       pass
 
@@ -105,7 +105,7 @@ def stopped_while(
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(
-      preemption, "catch_signals", lambda: contextlib.nullcontext(Request())
+      endings, "catch_signals", lambda: contextlib.nullcontext(Request())
     )
     yield
 

@@ -16,7 +16,6 @@ import weakref
 import jax
 import numpy as np
 
-from flaxshard.data import padding
 from flaxshard.data import sharding
 
 PyTree = Any
@@ -25,7 +24,7 @@ _CLOSE_TIMEOUT = 5  # seconds
 
 
 class DistributedIterator:
-  """An iterator over the global batches of a `DistributedDataset`.
+  """An iterator over global batches, which it puts on the devices.
 
   A thread reads ahead. It starts with the first batch, or with
   `start_prefetch`. It ends after the last batch, with `close` or the `with`
@@ -37,6 +36,12 @@ class DistributedIterator:
   read. `flaxshard.Checkpointer` saves and restores it like the position of a
   Grain iterator. Any number of processes can restore it if the source has an
   attribute `position_is_global` that is True.
+
+  Args:
+    source: The iterator over the batches of this process.
+    put: Puts a batch on the devices; None leaves it out.
+    prefetch: Number of batches to read and transfer ahead; 0 for no thread.
+    joined: The number of batches that one batch on the devices takes.
 
   Attributes:
     position_is_global: Whether the position of the source does not depend on
@@ -63,14 +68,14 @@ class DistributedIterator:
   def __init__(
     self,
     source: Iterator[PyTree],
-    padder: padding.Padder,
-    prefetch: int,
-    joined: int,
+    put: Callable[[PyTree], PyTree | None],
+    prefetch: int = 2,
+    joined: int = 1,
   ):
     self._source = source
     self.position_is_global = getattr(source, "position_is_global", False)
     # A partial without `self`: the thread must not keep the iterator alive.
-    self._read = functools.partial(_read_batch, source, padder, joined)
+    self._read = functools.partial(_read_batch, source, put, joined)
     self._prefetch_size = prefetch
     self._state = copy_state(source)
     self._prefetch: _Prefetch | None = None
@@ -185,7 +190,7 @@ class DistributedIterator:
 
 
 def _read_batch(
-  source: Iterator[PyTree], padder: padding.Padder, joined: int
+  source: Iterator[PyTree], put: Callable[[PyTree], Any], joined: int
 ) -> _Item:
   """Reads the next global batch that is not dropped."""
   try:
@@ -197,7 +202,7 @@ def _read_batch(
       ]
       if not batches:
         raise StopIteration
-      batch = padder(_join(batches))
+      batch = put(_join(batches))
       if batch is not None:
         return _Item(batch, copy_state(source))
   except BaseException as error:

@@ -5,7 +5,7 @@ A batch is a pytree of arrays `[batch, ...]`, which are checked leaf by leaf.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -226,4 +226,35 @@ def pad(path: str, x: Array, shape: tuple[int, ...]) -> Array:
     # padding too. log(0), or the gradient of a norm at 0, is not. All rows in
     # turn: means that ignore the mask stay close to those of the batch.
     out[len(x) :] = out[np.arange(len(out) - len(x)) % len(x)]
+  return out
+
+
+def put_rows(
+  batch: Mapping[str, np.ndarray], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  """Puts the rows of this process's pipeline on a mesh, as global arrays.
+
+  Args:
+    batch: Arrays `[rows, ...]` by key; see `pipeline_rows`.
+    wanted: The shapes, dtypes and shardings of the global arrays.
+
+  Raises:
+    ValueError: The batch has another shape, or its numbers do not fit a dtype.
+  """
+  shardings: dict[str, Any] = {key: x.sharding for key, x in wanted.items()}
+  count = len(pipelines(next(iter(shardings.values())).mesh).replicas)
+  shapes = {
+    key: jax.ShapeDtypeStruct((len(x) * count, *x.shape[1:]), dtype_of(x))
+    for key, x in batch.items()
+  }
+  if difference := trees.first_difference(shapes, wanted):
+    raise ValueError(
+      f"config.data: a batch differs from the first one in {difference}."
+    )
+  arrays = {key: pad(key, x, x.shape) for key, x in batch.items()}
+  # JAX would infer the shapes from the sharding, and multiply every dimension
+  # that is split over processes. Only the batch is: a process has full rows.
+  out: dict[str, jax.Array] = jax.make_array_from_process_local_data(
+    shardings, arrays, {key: x.shape for key, x in wanted.items()}
+  )
   return out

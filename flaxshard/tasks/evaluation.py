@@ -55,7 +55,7 @@ class Evaluation:
       ValueError: There is no evaluation data.
     """
     # Closes the thread that reads ahead.
-    with iter(self.setup.eval_batches()) as iterator:
+    with self.setup.open_eval_batches() as iterator:
       yield from iterator
 
   def means(

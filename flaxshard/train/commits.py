@@ -1,6 +1,6 @@
 """Runs whose AGN has its center in a store: commits, and their merging.
 
-The loop calls `commit` after each step. In other runs that does nothing: their
+The loop calls `commit` after each step. Other runs have none of this: their
 commits are part of the compiled step. `flaxshard --synchronize` merges beside
 the store what the workers commit.
 """
@@ -15,14 +15,18 @@ import signal
 import time
 from typing import Any
 
+from flaxshard.center import facts as facts_lib
+from flaxshard.center import heads
+from flaxshard.center import merge
+from flaxshard.center import store
+from flaxshard.center.worker import Worker
 from flaxshard.core import files
 from flaxshard.core import registry
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
-from flaxshard.train import devices
+from flaxshard.train import endings
 from flaxshard.train import load
-from flaxshard.train import preemption
 from flaxshard.train import report
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
@@ -42,14 +46,13 @@ class Commits:
     root: The folder of all workers, which is that of worker 0.
     train_iter: The training batches, which go on with those of the others when
       the worker joins.
-    worker: A `flaxshard.Worker`, which has been entered; None: commits are part
-      of the compiled step, and nothing is done here.
+    worker: The worker, which has been entered.
   """
 
   setup: setup_lib.Setup
   root: str
   train_iter: Any
-  worker: Any = None
+  worker: Worker
 
   def start(self, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Joins the other workers.
@@ -62,8 +65,6 @@ class Commits:
       The state to train from, and the step that it goes on from: that of the
       others, if they are further.
     """
-    if self.worker is None:
-      return state, step
     facts = same_run.worker_facts(self.setup)
     state = self.worker.start(state, facts=facts)
     # One step is left at least: it is evaluated and saved.
@@ -80,15 +81,13 @@ class Commits:
       The state, and the step: a later one if this worker was away for so long
       that the others have left it behind.
     """
-    if self.worker is None:
-      return state, step
     before = self.worker.missed_steps
     state = self.worker.commit(state)
     return state, self._skip(step, before, self.setup.config.num_train_steps)
 
   def settle(self, state: TrainState) -> TrainState:
     """Returns a state to be saved: with the newest center and its slots."""
-    if self.worker is None or self.worker.is_closed:
+    if self.worker.is_closed:
       return state
     return self.worker.settle(state)
 
@@ -102,8 +101,6 @@ class Commits:
       The state, and whether it has the final center. It has not if a signal has
       ended the wait: then it is not to be saved as the last one.
     """
-    if self.worker is None:
-      return state, True
     state = self.worker.finish(state)
     if not self.worker.is_finished:
       _log.warning(
@@ -123,7 +120,7 @@ class Commits:
       row: The last row of metrics, with the evaluation.
     """
     worker, root, config = self.worker, self.root, self.setup.config
-    if worker is None or not worker.worker_id or not worker.is_leader:
+    if not worker.worker_id or not worker.is_leader:
       return
     with contextlib.ExitStack() as stack:
       try:
@@ -131,7 +128,7 @@ class Commits:
       except ValueError as e:
         _log.warning("the final center is in the store only: %s", e)
         return
-      saver = stack.enter_context(load.open_checkpointer(config, root))
+      saver = stack.enter_context(same_run.open_checkpointer(config, root))
       latest = saver.latest_step()
       if latest is not None and latest >= step:
         return
@@ -151,7 +148,7 @@ class Commits:
 
   def row(self) -> dict[str, float]:
     """Returns the columns of `metrics.jsonl` for the commits since the last."""
-    return {} if self.worker is None else self.worker.metrics()
+    return self.worker.metrics()
 
   def _skip(self, step: int, before: int, last: int) -> int:
     """Skips batches up to the step of the others; returns the step.
@@ -175,7 +172,7 @@ class Commits:
 def open_commits(
   setup: setup_lib.Setup,
   workdir: str,
-  stop_request: preemption.StopRequest,
+  stop_request: endings.StopRequest,
   train_iter: Any,
 ) -> Iterator[Commits]:
   """Opens the commits of a run.
@@ -186,12 +183,6 @@ def open_commits(
     stop_request: The signals of this process: after one, nothing is waited for.
     train_iter: The training batches.
   """
-  if devices.store_agn(setup.config) is None:
-    yield Commits(setup, workdir, train_iter)
-    return
-  # Imported here: other runs do not need it.
-  from flaxshard.center.worker import Worker
-
   rank = setup.rank
   with Worker(
     workdir,
@@ -217,12 +208,6 @@ def synchronize(workdir: str) -> None:
     SystemExit: After a signal; the code is 128 plus its number.
     ValueError, TypeError: The run's model or optimizer cannot be created here.
   """
-  # Imported here: other runs do not need it.
-  from flaxshard.center import facts as facts_lib
-  from flaxshard.center import heads
-  from flaxshard.center import merge
-  from flaxshard.center import store
-
   workdir = files.absolute(workdir)
   files.check_writable("workdir", workdir, create=False)
   objects = store.Objects(store.center_url(workdir))

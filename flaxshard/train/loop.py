@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import logging
 import signal
@@ -21,14 +21,10 @@ from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import evaluation as evaluation_lib
 from flaxshard.tasks import load as tasks_load
-from flaxshard.train import commits as commits_lib
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import endings
-from flaxshard.train import hooks as hooks_lib
-from flaxshard.train import load
-from flaxshard.train import preemption
 from flaxshard.train import report
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
@@ -43,7 +39,7 @@ def train_and_evaluate(
   workdir: str,
   task: Any = None,
   *,
-  hooks: Sequence[hooks_lib.Hook] = (),
+  hooks: Sequence[Callable[..., Any]] = (),
   worker_id: int | None = None,
   num_workers: int | None = None,
   start_timeout: float = 300.0,
@@ -130,7 +126,7 @@ def _run(
   rank: devices.Rank,
   strategy: Strategy,
   task: Any,
-  hooks: Sequence[hooks_lib.Hook],
+  hooks: Sequence[Callable[..., Any]],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
   workdir = devices.folder_of_worker(root, rank.worker_id)
@@ -138,7 +134,12 @@ def _run(
     files.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)
   report.require_packages(config.writer)
-  call_hooks = hooks_lib.create(config, hooks, workdir, rank.worker_id)
+  call_hooks = None
+  if hooks or config.hooks:
+    # Imported here: other runs do not need it.
+    from flaxshard.train import hooks as hooks_lib
+
+    call_hooks = hooks_lib.create(config, hooks, workdir, rank.worker_id)
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
   setup = setup_lib.Setup(config, strategy, task, rank)
@@ -152,14 +153,21 @@ def _run(
     with multihost.raise_on_all_processes(ValueError):
       stack.callback(files.lock("workdir", workdir))
     # From here on a signal ends the run with a checkpoint.
-    stop_request = stack.enter_context(preemption.catch_signals())
+    stop_request = stack.enter_context(endings.catch_signals())
     batches = stack.enter_context(setup.open_train_batches())
-    checkpointer = stack.enter_context(load.open_checkpointer(config, workdir))
-    # Left first: others need not wait for this worker's last checkpoint.
-    commits = stack.enter_context(
-      commits_lib.open_commits(setup, root, stop_request, batches)
+    checkpointer = stack.enter_context(
+      same_run.open_checkpointer(config, workdir)
     )
-    state, first_step = load.restore_or_create(
+    commits = None
+    if devices.store_agn(config) is not None:
+      # Imported here: other runs do not need it.
+      from flaxshard.train import commits as commits_lib
+
+      # Left first: others need not wait for this worker's last checkpoint.
+      commits = stack.enter_context(
+        commits_lib.open_commits(setup, root, stop_request, batches)
+      )
+    state, first_step = same_run.restore_or_create(
       setup, workdir, checkpointer, batches
     )
     stopping = endings.EarlyStopping(config.early_stopping, workdir, first_step)
@@ -182,11 +190,13 @@ def _run(
     lowered.compile()
     seconds = time.monotonic() - start_time
     _log.info("compiled the train step in %.1f s", seconds)
-    try:
-      state, step = commits.start(state, first_step)
-    except InterruptedError:
-      # Stopped while it waited for the other workers: nothing to save.
-      return state, stop_request.signum
+    step = first_step
+    if commits is not None:
+      try:
+        state, step = commits.start(state, first_step)
+      except InterruptedError:
+        # Stopped while it waited for the other workers: nothing to save.
+        return state, stop_request.signum
     # Only now: workers with another config are refused.
     same_run.write_files(setup, workdir)
     write_row = stack.enter_context(
@@ -209,14 +219,15 @@ def _run(
       if strategy.waits:
         # On virtual devices, XLA can deadlock with several steps in flight.
         jax.block_until_ready(progress)
-      state, committed_step = commits.commit(state, step)
-      if committed_step != step:
-        step = committed_step
-        progress = progress._replace(step=setup.init_progress(step).step)
+      if commits is not None:
+        state, committed_step = commits.commit(state, step)
+        if committed_step != step:
+          step = committed_step
+          progress = progress._replace(step=setup.init_progress(step).step)
 
-      signum = preemption.agree_on_signal(step, stop_request)
+      signum = endings.agree_on_signal(step, stop_request)
       ends = step == config.num_train_steps
-      if ends:
+      if ends and commits is not None:
         # The last center is evaluated and saved.
         state, is_final = commits.finish(state)
         if not is_final:
@@ -248,7 +259,8 @@ def _run(
         row: dict[str, float | int | None] = {}
         if log:
           row |= _train_row(setup, state, seen)
-          row |= commits.row()
+          if commits is not None:
+            row |= commits.row()
           row["steps_per_second"] = steps_per_second
           progress = setup.init_progress(step)
         row |= evaluation
@@ -257,23 +269,24 @@ def _run(
           write_row(step, row, flush=save)
         watch.check_evaluation(step, evaluation)
         if save and (is_last or not watch.is_stalled):
-          # A commit that is under way is in no state.
-          state = commits.settle(state)
+          if commits is not None:
+            # A commit that is under way is in no state.
+            state = commits.settle(state)
           watch.check_params(step, state)
           with stop_request.saving():
             # The evaluation also without `config.best_metric`: the last
             # checkpoint with a finite one is not deleted for one without.
             checkpointer.save(step, state, data=batches, metrics=evaluation)
           save_time = time.monotonic()
-        if row:
+        if row and call_hooks is not None:
           # After the save: what a hook raises does not lose this step.
           call_hooks(step, state, row)
 
     with stop_request.saving():
       checkpointer.wait()
-    if ends:
+    if commits is not None and ends:
       commits.publish(step, state, row)
-    if stopping.stopped_step is not None:
+    if commits is not None and stopping.stopped_step is not None:
       # Saved as it was evaluated; the others may go on from another center.
       commits.finish(state)
   stopping.log()

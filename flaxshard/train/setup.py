@@ -23,9 +23,9 @@ from flaxshard.core import optimizer
 from flaxshard.core import patterns
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
-from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
+from flaxshard.data.iterators import DistributedIterator
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
@@ -201,24 +201,19 @@ class Setup:
     Raises:
       ValueError: `config.mesh.split` does not fit the data.
     """
-    rows = len(self._rows())
-    batch = {
-      key: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)
-      for key, x in self.shapes.example.items()
-    }
     progress = jax.eval_shape(lambda: steps.init_progress(self.task))
     rng = jax.eval_shape(lambda: jax.random.key(0))
     return (
       self.abstract_state,
       self._place(progress, self.config.mesh.per_replica),
-      self.strategy.shard_batch(batch, self._batch_specs),
+      self._batch,
       self._place(rng, False),
     )
 
   @functools.cached_property
-  def _batch_specs(self) -> dict[str, P]:
-    """The PartitionSpec of each array of a batch, by key."""
-    example = self.shapes.example
+  def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shape and the sharding of each array of a batch, by key."""
+    example, mesh = self.shapes.example, self.strategy.mesh
     specs = {key: P(mesh_lib.REPLICA) for key in example}
     # Each replica splits its own part of the batch dimension.
     size = self.batch_size // self.strategy.num_replicas_in_sync
@@ -231,11 +226,27 @@ class Setup:
         )
       with registry.errors_name(field):
         spec = logical_devices.partition_spec(
-          self.strategy.mesh, (size, *example[key].shape), pieces
+          mesh, (size, *example[key].shape), pieces
         )
       batch_axes = (mesh_lib.REPLICA, *specs_lib.axes_of(spec[0]))
       specs[key] = P(batch_axes, *spec[1:])
-    return specs
+    return {
+      key: jax.ShapeDtypeStruct(
+        (self.batch_size, *x.shape),
+        sharding.dtype_of(x),
+        sharding=jax.sharding.NamedSharding(mesh, specs[key]),
+      )
+      for key, x in example.items()
+    }
+
+  @functools.cached_property
+  def _eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """`_batch`, and the mask that is False for padding."""
+    rows = jax.sharding.NamedSharding(
+      self.strategy.mesh, sharding.OVER_REPLICAS
+    )
+    mask = jax.ShapeDtypeStruct((self.batch_size,), bool, sharding=rows)
+    return {**self._batch, "mask": mask}
 
   def _place(self, tree: Any, per_replica: bool) -> Any:
     """Returns shapes that are whole on every device, or one per replica."""
@@ -307,9 +318,10 @@ class Setup:
       traced = self.train_step.trace(state, progress, batch, rng)
       # Evaluation is compiled much later: trace it now to find its errors.
       metrics = jax.eval_shape(self.task.metrics.empty)
-      mask = jax.ShapeDtypeStruct((self.batch_size,), bool)
-      batch = {**batch, "mask": mask}
-      jax.eval_shape(self.eval_step, state, metrics, batch, rng, np.int32(0))
+      eval_batch = self._eval_batch
+      jax.eval_shape(
+        self.eval_step, state, metrics, eval_batch, rng, np.int32(0)
+      )
     return traced
 
   # Arguments of the train step, on the devices.
@@ -374,11 +386,8 @@ class Setup:
       rows=[first_row + row for row in self._rows()],
     )
     # Training batches are never padded: the data repeats.
-    return iter(
-      self.strategy.distribute_dataset(
-        batches, mask=None, spec=self._batch_specs
-      )
-    )
+    put = functools.partial(sharding.put_rows, wanted=self._batch)
+    return DistributedIterator(batches, put)
 
   def next_batch(self, batches: Any, state: TrainState) -> Any:
     """Returns the next training batch, on the devices.
@@ -396,8 +405,8 @@ class Setup:
     """Whether there is evaluation data."""
     return self.splits is not None and self.splits.eval is not None
 
-  def eval_batches(self) -> distribute.DistributedDataset:
-    """Returns the evaluation batches, on the devices.
+  def open_eval_batches(self) -> DistributedIterator:
+    """Returns an iterator over the evaluation batches, a context manager.
 
     Raises:
       ValueError: There is no evaluation data.
@@ -406,15 +415,16 @@ class Setup:
       raise ValueError(
         f"{self.task.name}.evaluate: there is no evaluation data."
       )
-    return self.strategy.distribute_dataset(
+    batches = data.eval_batches(
+      self.splits,  # type: ignore[arg-type]
+      collate=self.task.collate,
       # Each worker evaluates its center with all examples.
-      data.eval_batches(
-        self.splits,  # type: ignore[arg-type]
-        collate=self.task.collate,
-        batch_size=self.batch_size,
-        rows=self._rows(),
-      ),
-      spec=self._batch_specs,
+      batch_size=self.batch_size,
+      rows=self._rows(),
+    )
+    return DistributedIterator(
+      iter(batches),
+      functools.partial(sharding.put_rows, wanted=self._eval_batch),
     )
 
   def _rows(self) -> Sequence[int]:

@@ -24,7 +24,6 @@ from flaxshard import train
 from flaxshard.train import config as config_lib
 from flaxshard.train import endings
 from flaxshard.train import hooks as hooks_lib
-from flaxshard.train import preemption
 from flaxshard.train import steps
 
 _THIS = __name__
@@ -309,7 +308,7 @@ def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
     assert json.load(f)["early_stopping"]["patience"] == 2
 
 
-# -- Signals. processes_test.py has JAX's notice of preemption.
+# -- Signals. processes_test.py has JAX's notice of endings.
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -322,10 +321,10 @@ def test_the_first_signal_is_reported_and_handlers_are_restored(
   handler = lambda *args: received.append(args)
   before = signal.signal(signum, handler)
   try:
-    with preemption.catch_signals() as request:
+    with endings.catch_signals() as request:
       assert request.signum is None
     assert signal.getsignal(signum) is handler
-    with preemption.catch_signals() as request:
+    with endings.catch_signals() as request:
       for _ in range(2):
         os.kill(os.getpid(), signum)
         assert request.signum == signum
@@ -349,7 +348,7 @@ def test_only_a_third_signal_interrupts_and_never_a_save(
 ):
   clock = types.SimpleNamespace(now=0.0)
   monkeypatch.setattr("time.monotonic", lambda: clock.now)
-  request = preemption.StopRequest()
+  request = endings.StopRequest()
   for _ in range(3):
     # In quick succession: one request.
     request.receive(signum)

@@ -21,7 +21,7 @@ from tree_equality import assert_trees_close
 import two_processes
 
 import flaxshard as fs
-from flaxshard.train import preemption
+from flaxshard.train import endings
 
 pytestmark = pytest.mark.slow
 
@@ -209,7 +209,7 @@ def run_stage(path: str, runs: list[str]) -> None:
       which to stop: a number, "sigterm" for a signal to the last process at
       step 9, or "end".
   """
-  agree_on_signal = preemption.agree_on_signal
+  agree_on_signal = endings.agree_on_signal
   for kind, workdir, stop in map(str.split, runs):
 
     def agree(step, request, stop=stop):
@@ -220,7 +220,7 @@ def run_stage(path: str, runs: list[str]) -> None:
         return agree_on_signal(step, request)
       return signal.SIGTERM if str(step) == stop else None
 
-    preemption.agree_on_signal = agree
+    endings.agree_on_signal = agree
     code = None
     try:
       run(
