@@ -64,23 +64,16 @@ def train_iterator(
   rows = _check_rows(rows, batch_size)
   checks.integer("seed", seed, minimum=0)
   sources.check_batch_size("batch_size", batch_size, splits)
-  make_batch = functools.partial(sources.make_batch, collate=collate)
   if sources.is_stream(splits.train):
+    make_batch = functools.partial(sources.make_batch, collate=collate)
     return StreamIterator(splits, batch_size, frozenset(rows), seed, make_batch)
   import grain  # takes about a second
 
   examples = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
   if splits.augment is not None:
     examples = examples.random_map(splits.augment)
-
-  # Rows are selected after the random transformations: Grain seeds each example
-  # by its index, and only before the selection is that the global index. One
-  # transformation of batches takes less time than some for each example.
-  def read(number: int) -> Example:
-    start = number * batch_size
-    return make_batch([examples[start + row] for row in rows])
-
-  iterator = iter(_read_batches(read, len(examples) // batch_size))
+  count = len(examples) // batch_size
+  iterator = iter(_read_batches(examples, count, batch_size, rows, collate))
   # The position is the number of global batches read, for any share of them.
   iterator.position_is_global = True
   return iterator
@@ -123,19 +116,13 @@ def eval_batches(
     raise ValueError("splits.eval is None: there are no evaluation examples.")
   import grain
 
-  num_examples = len(splits.eval)
+  # After the last example, Grain begins again with the first one.
   examples = grain.MapDataset.source(splits.eval)
-
-  def read(number: int) -> Example:
-    positions = number * batch_size + np.asarray(rows)
-    # After the last example, Grain begins again with the first one.
-    batch = sources.make_batch(
-      [examples[i] for i in positions.tolist()], collate
-    )
-    return {**batch, "mask": positions < num_examples}
-
   # All processes evaluate in lockstep: they need equally many batches.
-  return _read_batches(read, -(-num_examples // batch_size))
+  count = -(-len(examples) // batch_size)
+  return _read_batches(
+    examples, count, batch_size, rows, collate, has_mask=True
+  )
 
 
 @dataclasses.dataclass(eq=False)
@@ -241,12 +228,35 @@ def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
 
 
 def _read_batches(
-  read: Callable[[int], Example], count: int
+  examples: grain.MapDataset,
+  count: int,
+  batch_size: int,
+  rows: Sequence[int],
+  collate: sources.Collate | None,
+  *,
+  has_mask: bool = False,
 ) -> grain.IterDataset:
-  """Returns a dataset of the batches that a function reads by their number."""
+  """Returns a dataset of some rows of the first batches of examples.
+
+  Args:
+    examples: The examples, in their order.
+    count: Number of batches.
+    batch_size: Number of examples in a global batch.
+    rows: The rows of each global batch to read.
+    collate: Makes a batch of a sequence of examples.
+    has_mask: Whether a batch has a mask, False after the last example.
+  """
   import grain
 
-  batches = grain.MapDataset.range(count).map(read)
+  # Rows are selected after the random transformations: Grain seeds each example
+  # by its index, and only before the selection is that the global index. One
+  # transformation of batches takes less time than some for each example.
+  def read(number: int) -> Example:
+    positions = number * batch_size + np.asarray(rows)
+    found = [examples[i] for i in positions.tolist()]
+    batch = sources.make_batch(found, collate)
+    return {**batch, "mask": positions < len(examples)} if has_mask else batch
+
   # Grain's default would buffer 500 batches.
   options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
-  return batches.to_iter_dataset(options)
+  return grain.MapDataset.range(count).map(read).to_iter_dataset(options)

@@ -208,10 +208,10 @@ def stack(examples: Sequence[Mapping[str, Any]]) -> Example:
     >>> stack([{"inputs": 1}, {"inputs": 2}])["inputs"].tolist()
     [1, 2]
   """
-  first, *others = (
-    {key: np.shape(x) for key, x in example.items()} for example in examples
-  )
-  for shapes in others:
+  first: dict[str, tuple[int, ...]] = {}
+  for example in examples:
+    shapes = {key: np.shape(x) for key, x in example.items()}
+    first = first or shapes
     if shapes != first:
       raise ValueError(
         f"config.data: every example must have the shapes {first}, got "

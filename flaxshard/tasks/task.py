@@ -202,27 +202,21 @@ class AdaptedTask:
     return loss, aux
 
   def abstract_inputs(
-    self, batch: Mapping[str, Any]
+    self, example: Mapping[str, jax.ShapeDtypeStruct]
   ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns `init_inputs` of a batch of shapes, with shapes of the arrays.
+    """Returns `init_inputs` of a batch of one, with shapes of the arrays.
 
     Args:
-      batch: Arrays or `jax.ShapeDtypeStruct`s by name.
+      example: Shapes of an example, without the batch dimension.
     """
-    leaves: list[Any] = []
-    trees: list[Any] = []
-
-    def trace(batch: Any) -> dict[int, Any]:
-      flat, tree = jax.tree.flatten(self.init_inputs(batch))
-      leaves.extend(flat)
-      trees.append(tree)
-      return {i: x for i, x in enumerate(flat) if isinstance(x, _ARRAYS)}
-
+    # With values: a task may compute its inputs.
+    batch = {k: np.zeros((1, *x.shape), x.dtype) for k, x in example.items()}
     # Other leaves are flags, which stay as they are.
-    arrays = jax.eval_shape(trace, dict(batch))
-    given = [arrays.get(i, x) for i, x in enumerate(leaves)]
+    shape_of = lambda x: (
+      jax.eval_shape(lambda: x) if isinstance(x, _ARRAYS) else x
+    )
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    inputs = jax.tree.unflatten(trees[0], given)
+    inputs = jax.tree.map(shape_of, self.init_inputs(batch))
     return inputs
 
   def make_model(self, config: Any, **known: Any) -> Any:
@@ -236,13 +230,11 @@ class AdaptedTask:
       TypeError, ValueError: `config.model` is not what the task needs, or
         the model cannot be created.
     """
+    where = f"{self.name}.create_model"
     if self.create_model is None:
       if not config:
-        raise ValueError(
-          f"config.model is missing: task {self.name} has no create_model."
-        )
+        raise ValueError(f"config.model is missing: there is no {where}.")
       return models.create(config, **known)
-    where = f"{self.name}.create_model"
     config = registry.to_plain(config)
     if config and not registry.accepted(self.create_model, {"config": config}):
       raise ValueError(
@@ -284,30 +276,27 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
         "clu.metrics.Collection class, and `loss(apply_fn, params, batch, "
         f"rngs, train)`.{checks.did_you_mean(required, public)}"
       )
-  _check_metrics(name, task.metrics)
-  return AdaptedTask(task)
-
-
-def _check_metrics(name: str, metrics: Any) -> None:
-  """Raises a TypeError unless metrics can be merged under `jax.jit`."""
+  metrics = task.metrics
   is_class = inspect.isclass(metrics)
   if not (is_class and issubclass(metrics, clu_metrics.Collection)):
     raise TypeError(
       f"{name}.metrics must be a class, a clu.metrics.Collection, got "
       f"{checks.describe(metrics)}."
     )
-  fields = _fields(metrics).values()
-  if any(isinstance(field, str) for field in fields):
-    raise TypeError(
-      f"{name}.metrics: the fields of {metrics.__name__} are strings, because "
-      "its file has `from __future__ import annotations`; clu needs types. "
-      "Remove that import, or use clu.metrics.Collection.create(...)."
-    )
-  if any(issubclass(field, clu_metrics.CollectingMetric) for field in fields):
-    raise TypeError(
-      f"{name}.metrics: {metrics.__name__} has a CollectingMetric, which "
-      "cannot be merged under jax.jit. Collect values in the task's `evaluate`."
-    )
+  for field in _fields(metrics).values():
+    if isinstance(field, str):
+      raise TypeError(
+        f"{name}.metrics: the fields of {metrics.__name__} are strings, "
+        "because its file has `from __future__ import annotations`; clu needs "
+        "types. Remove that import, or use clu.metrics.Collection.create(...)."
+      )
+    if issubclass(field, clu_metrics.CollectingMetric):
+      raise TypeError(
+        f"{name}.metrics: {metrics.__name__} has a CollectingMetric, which "
+        "cannot be merged under jax.jit. Collect values in the task's "
+        "`evaluate`."
+      )
+  return AdaptedTask(task)
 
 
 def _fields(metrics: type[clu_metrics.Collection]) -> dict[str, Any]:

@@ -137,12 +137,7 @@ class Setup:
       policy=Policy(config.precision),
       seed=config.seed,
     )
-    args, kwargs = self.task.abstract_inputs(
-      {
-        key: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
-        for key, x in example.items()
-      }
-    )
+    args, kwargs = self.task.abstract_inputs(example)
     if isinstance(model, nn.Module):
       # Models without a default mode are initialized as in evaluation.
       mode = apply.mode_arguments(model.__call__, False, args, required=True)
