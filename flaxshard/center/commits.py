@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 import time
@@ -50,60 +51,52 @@ def find(objects: store.Objects) -> list[Key]:
   return [Key(int(m[1]), m[2], int(m[3])) for m in matches if m]
 
 
+@dataclasses.dataclass(eq=False)
 class Exchange:
   """The exchange of a commit for the center that it comes into, in a thread.
 
-  Args:
+  Attributes:
     objects: The store.
     key: The key of the commit.
     commit: The commit.
-    base: See `heads.read_center`.
     wake: An event that is set when the commit is in the store.
-
-  Attributes:
-    key: The key of the commit.
-    commit: The commit.
     begin: When it began, by `time.monotonic`.
     written: Set once the commit is in the store.
     is_late: Whether it has missed the deadline, so that nobody waits for it.
-    center: When the thread has ended, the center that the commit has come into;
-      None if the run has ended.
+    result: When the thread has ended, the head of the center that the commit
+      has come into, and its arrays: "center", or "change" if that is all that
+      the commit's own center lacks. None if the run has ended.
     watch: The thread.
   """
 
-  def __init__(
-    self,
-    objects: store.Objects,
-    key: Key,
-    commit: dict[str, Any],
-    base: heads.Center | None,
-    wake: threading.Event,
-  ):
-    self.key = key
-    self.commit = commit
-    self.begin = time.monotonic()
-    self.written = threading.Event()
-    self.is_late = False
-    self.center: heads.Center | None = None
-    self._objects = objects
-    self._base = base
-    self._wake = wake
+  objects: store.Objects
+  key: Key
+  commit: dict[str, Any]
+  wake: threading.Event
+  begin: float = dataclasses.field(default_factory=time.monotonic)
+  written: threading.Event = dataclasses.field(default_factory=threading.Event)
+  is_late: bool = False
+  result: tuple[heads.Head, heads.Parts] | None = None
+
+  def __post_init__(self) -> None:
     self.watch = store.Watch(self._write_or_look)
 
   def _write_or_look(self) -> float | None:
     """Writes the commit, or looks for its result."""
-    start = time.monotonic()
     if not self.written.is_set():
       content = encoding.pack(self.commit)
-      self._objects.write_all({str(self.key): content})
+      self.objects.write_all({str(self.key): content})
       self.written.set()
-      self._wake.set()
-    found = heads.read(self._objects)
+      self.wake.set()
+    found = heads.read(self.objects)
     head = found.heads[self.key.fragment]
-    if not found.finished:
-      if not self.key.is_in(head):
-        return store.pause_after(start, _PAUSE_LOOKS)
-      self.center = heads.read_center(
-        self._objects, self.key.fragment, head, base=self._base
-      )
-    return None
+    if found.finished:
+      return None
+    if self.key.is_in(head):
+      is_next = head.version == self.commit["version"] + 1
+      kind = "change" if is_next and "change" in head.kinds else "center"
+      parts = heads.read_parts(self.objects, self.key.fragment, head, kind)
+      if parts:
+        self.result = head, parts
+        return None
+    return _PAUSE_LOOKS

@@ -7,6 +7,7 @@ array to the same bits on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import json
 import math
 from typing import Any
@@ -125,3 +126,19 @@ def decode(encoded: Any) -> np.ndarray:
     numbers = pairs.astype(np.int8).ravel()[:size] - np.int8(8)
   scales = np.repeat(encoded["scales"], _BLOCK)[:size]
   return (numbers.astype(np.float32) * scales).reshape(shape)
+
+
+def add_change(arrays: Mapping[str, Any], change: Mapping[str, Any]) -> Any:
+  """Returns changed arrays, to the same bits on every machine.
+
+  Args:
+    arrays: The arrays before, of JAX or NumPy, by path.
+    change: By path, the encoded difference of a parameter, and the new value of
+      another array.
+  """
+  return {
+    path: (np.asarray(arrays[path]) + decode(x)).astype(arrays[path].dtype)
+    if path.split("/")[0] == "params"
+    else x
+    for path, x in change.items()
+  }

@@ -82,7 +82,7 @@ def _describe(layout: Layout, state: TrainState) -> dict[str, Any]:
     "parameters that do not change": {
       path: zlib.crc32(np.asarray(x).tobytes())
       for path, x in arrays.items()
-      if path.startswith("params") and path not in layout.fragment_of
+      if path.startswith("params") and path not in layout.sums
     },
     # Another one may make another program of the same update.
     "version of JAX": jax.__version__,

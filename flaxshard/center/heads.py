@@ -7,41 +7,17 @@ always belong together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 import uuid
 
 from flaxshard.center import encoding
 from flaxshard.center import store
 
 Arrays = dict[str, Any]
+Parts = dict[str, Arrays]
 
 _KEY = "head"
-
-
-class Center(NamedTuple):
-  """One version of a fragment of the center.
-
-  Attributes:
-    fragment: The number of the fragment.
-    version: Its number.
-    arrays: The arrays by path.
-    slots: The optimizer's slots by path, if they were read.
-    remainders: With the slots: what encoding has cut off, by path.
-    workers: Number of workers whose commits made this version; 0 for a center
-      that was no update.
-    change: Of a new center with `commit_dtype`, the change since the last
-      version, as `add_change` takes it.
-  """
-
-  fragment: int
-  version: int
-  arrays: Arrays
-  slots: Mapping[str, Any] = {}
-  remainders: Mapping[str, Any] = {}
-  workers: int = 0
-  change: Mapping[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,23 +26,27 @@ class Head:
 
   Attributes:
     version: The number of updates.
-    name: The unique name of its objects, `version-unique`: `center/...` has the
-      parameters, `slots/...` the optimizer's slots, which only who merges
-      reads, and `change/...` the encoded change since the last version.
-    workers: See `Center`.
+    name: The unique name of its objects, `version-unique`.
+    kinds: The kinds of its objects, each with arrays by path: "center" has the
+      parameters and other collections, "slots" the optimizer's slots, which
+      only who merges reads, and "change", with `commit_dtype`, the encoded
+      change since the last version. Then "slots" also has the parameters before
+      they were encoded.
+    workers: Number of workers whose commits made this version; 0 for a center
+      that was no update.
     taken: By start of a worker, `worker-start`: the local step of its last
       commit in the center.
   """
 
   version: int
   name: str
+  kinds: list[str]
   workers: int
   taken: dict[str, int]
 
-  def keys(self, fragment: int) -> list[str]:
-    """Returns the keys of the objects of this version."""
-    kinds = ("center", "slots", "change")
-    return [f"{kind}/{fragment}/{self.name}" for kind in kinds]
+  def keys(self, fragment: int, *kinds: str) -> list[str]:
+    """Returns the keys of the objects of this version, or of some kinds."""
+    return [f"{kind}/{fragment}/{self.name}" for kind in kinds or self.kinds]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,86 +129,56 @@ def replace(
 
 
 def write(
-  objects: store.Objects, center: Center, taken: dict[str, int]
+  objects: store.Objects,
+  fragment: int,
+  version: int,
+  parts: Parts,
+  taken: dict[str, int],
+  workers: int = 0,
 ) -> Head:
-  """Writes a center under a new name.
+  """Writes a version of a fragment under a new name.
 
   Args:
     objects: The store.
-    center: The center of a fragment with its slots.
+    fragment: The number of the fragment.
+    version: See `Head`.
+    parts: Arrays by path, by kind.
     taken: See `Head`.
+    workers: See `Head`.
 
   Returns:
     A head that names it.
   """
   # Sorted by their versions.
-  name = f"{center.version:09d}-{uuid.uuid4().hex[:8]}"
-  head = Head(center.version, name, center.workers, taken)
-  trees = (
-    {"arrays": center.arrays},
-    {"slots": center.slots, "remainders": center.remainders},
-    *([{"arrays": center.change}] if center.change else []),
-  )
-  packed = map(encoding.pack, trees)
-  keys = head.keys(center.fragment)
-  objects.write_all(dict(zip(keys, packed, strict=False)))
+  name = f"{version:09d}-{uuid.uuid4().hex[:8]}"
+  head = Head(version, name, [*parts], workers, taken)
+  packed = map(encoding.pack, parts.values())
+  objects.write_all(dict(zip(head.keys(fragment), packed, strict=True)))
   return head
 
 
-def read_center(
-  objects: store.Objects,
-  fragment: int,
-  head: Head,
-  *,
-  base: Center | None = None,
-  slots: bool = False,
-) -> Center:
-  """Returns the center that a head names, or a newer one.
+def read_parts(
+  objects: store.Objects, fragment: int, head: Head, *kinds: str
+) -> Parts | None:
+  """Returns arrays of a head by kind, or None if there is a newer head.
 
   Args:
     objects: The store.
     fragment: The number of the fragment.
     head: Its head.
-    base: A center: if the encoded change is one from it, that is read instead
-      of the arrays.
-    slots: Whether to read the slots as well.
+    *kinds: The kinds to read.
 
   Raises:
     DamagedError: An object is damaged or missing.
   """
-  while True:
-    center_key, slots_key, change_key = head.keys(fragment)
-    from_base = head.workers and base and base.version == head.version - 1
-    keys = [change_key if from_base else center_key]
-    keys += [slots_key] if slots else []
-    contents = objects.read_all(keys)
-    if None not in contents:
-      break
-    # Merged meanwhile, and swept.
-    newer = read(objects).heads[fragment]
-    if newer == head:
-      missing = keys[contents.index(None)]
-      raise encoding.DamagedError(f"{missing} in {objects.url} is missing.")
-    head = newer
-  found: dict[str, Any] = {}
-  for key, content in zip(keys, contents, strict=True):
-    found |= encoding.unpack(key, content or b"")
-  if from_base and base:
-    found["arrays"] = add_change(base.arrays, found["arrays"])
-  return Center(fragment, head.version, workers=head.workers, **found)
-
-
-def add_change(arrays: Arrays, change: Arrays) -> Arrays:
-  """Returns changed arrays, to the same bits on every machine.
-
-  Args:
-    arrays: The arrays before.
-    change: By path, the encoded difference of a parameter, and the new value of
-      another array.
-  """
+  keys = head.keys(fragment, *kinds)
+  contents = objects.read_all(keys)
+  if None in contents:
+    if read(objects).heads[fragment] != head:
+      return None  # merged meanwhile, and swept
+    missing = keys[contents.index(None)]
+    raise encoding.DamagedError(f"{missing} in {objects.url} is missing.")
   return {
-    path: (x + encoding.decode(change[path])).astype(x.dtype)
-    if path.split("/")[0] == "params"
-    else change[path]
-    for path, x in arrays.items()
+    kind: encoding.unpack(key, content or b"")
+    for kind, key, content in zip(kinds, keys, contents, strict=True)
   }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from typing import Any, NamedTuple
 import uuid
@@ -87,29 +86,23 @@ class Members:
     self._seen = dict.fromkeys(names, _Seen(b"", time.monotonic(), "absent"))
     phase = "merging" if name == SYNCHRONIZER else "training"
     self._seen[name] = _Seen(b"", math.inf, phase)
-    self._lock = threading.Lock()
     self._last_look = math.inf
-    self.look()
-    self._beat()
-    self.watch = store.Watch(self._beat_and_look)
+    self._beat_and_look()
+    self.watch = store.Watch(self._beat_and_look, (self._seconds,) * 2)
 
   def leave(self) -> None:
     """Ends the signs of life; the others need not wait for this worker."""
     self.watch.close()
     if not self.is_done:
-      with contextlib.suppress(RuntimeError):  # replaced by another start
-        self.announce("away")
+      self.announce("away")
+    # Replaced by another start, or the store cannot be reached.
+    with contextlib.suppress(RuntimeError, store.StoreError):
+      self._beat()
 
   def announce(self, phase: str) -> None:
-    """Tells the others of a new phase, if the store can be reached.
-
-    Raises:
-      RuntimeError: Another start of this worker has replaced this one.
-    """
+    """Tells the others of a new phase, by the next sign of life."""
     self._seen[self._name] = _Seen(b"", math.inf, phase)
-    # The next sign of life tells it.
-    with contextlib.suppress(store.StoreError):
-      self._beat()
+    self.watch.wake.set()
 
   def look(self) -> None:
     """Reads the objects of all others."""
@@ -161,7 +154,7 @@ class Members:
     with contextlib.suppress(store.StoreError):  # it has warned
       self._beat()
       self.look()
-    return self._seconds
+    return 0.0
 
   def _beat(self) -> None:
     """Writes the object of this worker.
@@ -169,23 +162,22 @@ class Members:
     Raises:
       RuntimeError: Another start has replaced this one.
     """
-    with self._lock:
-      own = {
-        "start": self.start,
-        "phase": self._seen[self._name].phase,
-        "beat": time.time(),
-      }
-      beat = encoding.pack(own)
-      write = self._objects.write
-      while not (new := write(self._key, beat, self._generation)):
-        content, generation = self._objects.read(self._key)
-        start = _parse(self._key, content).get("start", self.start)
-        # A write whose answer was lost is our own.
-        if start != self.start:
-          raise RuntimeError(
-            f"Worker: worker {self._name} of {self._objects.url} was started "
-            "again, and this start has ended. Each worker needs a number of "
-            "its own."
-          )
-        self._generation = generation
-      self._generation = new
+    own = {
+      "start": self.start,
+      "phase": self._seen[self._name].phase,
+      "beat": time.time(),
+    }
+    beat = encoding.pack(own)
+    write = self._objects.write
+    while not (new := write(self._key, beat, self._generation)):
+      content, generation = self._objects.read(self._key)
+      start = _parse(self._key, content).get("start", self.start)
+      # A write whose answer was lost is our own.
+      if start != self.start:
+        raise RuntimeError(
+          f"Worker: worker {self._name} of {self._objects.url} was started "
+          "again, and this start has ended. Each worker needs a number of "
+          "its own."
+        )
+      self._generation = generation
+    self._generation = new

@@ -14,7 +14,6 @@ When it ends, the workers merge again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import contextlib
 import dataclasses
 import logging
 import time
@@ -43,102 +42,92 @@ _SYNCHRONIZER_SECONDS = 0.2
 _SWEEP_SECONDS = 2.0
 
 
+@dataclasses.dataclass(eq=False)
 class Merger:
   """A thread that merges the commits of the fragments that are its to merge.
 
-  Once all workers are done or gone, it makes the center the final one.
+  Once all workers are done or gone, it makes the center the final one. It ends
+  when it finds the final center.
 
-  Args:
+  Attributes:
     objects: The store; the heads of all fragments are in it.
     layout: The fragments of the center.
     members: The workers, as this process sees them.
-
-  Attributes:
     watch: The thread.
   """
 
-  def __init__(self, objects: store.Objects, layout: Layout, members: Members):
-    self._objects = objects
-    self._layout = layout
-    self._options = layout.agn.transport
+  objects: store.Objects
+  layout: Layout
+  members: Members
+
+  def __post_init__(self) -> None:
+    self._options = self.layout.agn.transport
     # When the commits that wait were seen first.
     self._came: dict[Key, float] = {}
     self._swept = time.monotonic()
-    self._members = members
     self.watch = store.Watch(self._look)
 
-  def check(self) -> None:
-    """Raises what has ended a thread, or the start of this worker."""
-    self._members.watch.has_ended()
-    self.watch.has_ended()
+  def has_ended(self, wait: float = 0.0) -> bool:
+    """Returns whether the thread has ended; raises what has ended this start.
+
+    Args:
+      wait: Seconds to wait for its end.
+    """
+    self.members.watch.has_ended()
+    return self.watch.has_ended(wait)
 
   def close(self) -> None:
     """Ends the thread, and leaves the workers."""
     self.watch.close()
-    self._members.leave()
+    self.members.leave()
 
-  def _look(self) -> float:
-    """Merges what has come, and deletes older versions at times."""
+  def _look(self) -> float | None:
+    """Merges what has come, and deletes what is merged."""
     start = time.monotonic()
-    last = self._members.have_ended
+    # Nobody commits any more: whatever there is, is merged.
+    last = self.members.have_ended
     mine = [
       fragment
       for fragment in range(self._options.fragments)
-      if last or self._members.merges(fragment)
+      if last or self.members.merges(fragment)
     ]
+    if not mine:
+      return _PAUSE_LOOKS
+    found = heads.read(self.objects)
+    if found.finished:
+      return None
     if start - self._swept > _SWEEP_SECONDS:
       self._swept = start
-      self._sweep(mine)
-    keys = commits_lib.find(self._objects) if mine else []
-    keys = [key for key in keys if key.fragment in mine]
+      self._sweep(found, mine)
+    keys = [k for k in commits_lib.find(self.objects) if k.fragment in mine]
+    taken = [key for key in keys if key.is_in(found.heads[key.fragment])]
+    self.objects.delete(map(str, taken))
+    keys = [key for key in keys if key not in taken]
     self._came = {key: self._came.get(key, start) for key in keys}
-    is_new = bool(keys or last) and self._merge(mine, keys, last)
-    return 0.0 if is_new else store.pause_after(start, _PAUSE_LOOKS)
-
-  def _merge(self, mine: list[int], keys: list[Key], last: bool) -> bool:
-    """Merges the commits of some fragments, if enough have come.
-
-    Args:
-      mine: The fragments.
-      keys: The keys of their commits.
-      last: Whether nobody commits any more: whatever there is, is merged. If
-        nothing is left, the center is the final one.
-
-    Returns:
-      Whether there are new heads.
-
-    Raises:
-      StoreError: The store cannot be reached.
-      DamagedError: The center is damaged.
-    """
-    found = heads.read(self._objects)
-    if found.finished:
-      return False
-    is_taken = lambda key: key.is_in(found.heads[key.fragment])
-    self._objects.delete(str(key) for key in keys if is_taken(key))
-    keys = [key for key in keys if not is_taken(key)]
     if last and not keys:
-      final = dataclasses.replace(found, finished=True)
-      is_new = heads.swap(self._objects, final)
-      self._sweep(mine)
-      return is_new
-    is_new = False
-    for fragment in mine:
-      chosen = self._choose([k for k in keys if k.fragment == fragment], last)
-      is_new |= bool(chosen) and self._apply(fragment, found, chosen)
-    return is_new
+      is_new = heads.swap(
+        self.objects, dataclasses.replace(found, finished=True)
+      )
+      self._sweep(found, mine)
+    else:
+      chosen = {fragment: self._choose(fragment, last) for fragment in mine}
+      is_new = any(
+        [self._apply(f, found, keys) for f, keys in chosen.items() if keys]
+      )
+    return 0.0 if is_new else _PAUSE_LOOKS
 
-  def _choose(self, keys: list[Key], last: bool) -> list[Key]:
+  def _choose(self, fragment: int, last: bool) -> list[Key]:
     """Returns the commits of one update of a fragment, if they are enough."""
-    if self._layout.agn.commit == "sequential":
+    keys = [key for key in self._came if key.fragment == fragment]
+    if self.layout.agn.commit == "sequential":
       return keys
     chosen: dict[str, Key] = {}
     for key in sorted(keys, key=lambda key: key.step):
       chosen.setdefault(key.worker, key)
-    awaited = self._members.find(
-      *("training", "absent"), seconds=self._members.patience
+    awaited = self.members.find(
+      *("training", "absent"), seconds=self.members.patience
     )
-    count = len(chosen.keys() | self._members.find("done"))
+    count = len(chosen.keys() | self.members.find("done"))
     oldest = time.monotonic() - self._options.grace
     is_enough = count >= self._options.quorum and (
       awaited <= chosen.keys()
@@ -148,42 +137,39 @@ class Merger:
 
   def _apply(self, fragment: int, found: heads.Heads, keys: list[Key]) -> bool:
     """Computes a new version and swaps the head; returns whether it did."""
-    head = found.heads[fragment]
-    contents = self._objects.read_all([*map(str, keys)])
-    center = heads.read_center(self._objects, fragment, head, slots=True)
-    if None in contents or center.version != head.version:
+    head, layout = found.heads[fragment], self.layout
+    contents = self.objects.read_all([*map(str, keys)])
+    parts = heads.read_parts(self.objects, fragment, head, "center", "slots")
+    if None in contents or parts is None:
       return False  # swapped meanwhile
     good: list[dict[str, Any]] = []
     for key, content in zip(keys, contents, strict=True):
       try:
-        good.append(
-          update.decode(self._layout, fragment, str(key), content or b"")
-        )
+        good.append(update.decode(layout, fragment, str(key), content or b""))
       except encoding.DamagedError as e:
         _log.warning("a commit of worker %s is set aside: %s", key.worker, e)
     # In the order of their steps.
     taken = head.taken | {key.name: key.step for key in keys}
-    # If all are damaged: not to be read again.
-    new = dataclasses.replace(head, taken=taken)
-    if good:
-      # The oldest first.
-      good.sort(key=lambda commit: commit["version"])
-      center = update.merge(self._layout, center, good)
-      new = heads.write(self._objects, center, taken)
-    is_new = heads.replace(self._objects, found, fragment, new)
-    if is_new:
-      self._objects.delete(map(str, keys))
-    elif good:
-      self._objects.delete(new.keys(fragment))
+    if not good:
+      # Not to be read again.
+      new = dataclasses.replace(head, taken=taken)
+      return heads.replace(self.objects, found, fragment, new)
+    # The oldest first.
+    good.sort(key=lambda commit: commit["version"])
+    parts = update.merge(layout, parts, good)
+    new = heads.write(
+      self.objects, fragment, head.version + 1, parts, taken, len(good)
+    )
+    is_new = heads.replace(self.objects, found, fragment, new)
+    if not is_new:
+      self.objects.delete(new.keys(fragment))
     return is_new
 
-  def _sweep(self, fragments: Sequence[int]) -> None:
+  def _sweep(self, found: heads.Heads, fragments: Sequence[int]) -> None:
     """Deletes older versions, also of mergers that ended before their swap."""
-    found = heads.read(self._objects)
-    for fragment, head in enumerate(found.heads):
-      if fragment in fragments:
-        for key in head.keys(fragment):
-          self._objects.delete_before(key)
+    for fragment in fragments:
+      for key in found.heads[fragment].keys(fragment):
+        self.objects.delete_before(key)
 
 
 def synchronize(
@@ -206,11 +192,8 @@ def synchronize(
   _log.info("merging the commits of the workers in %s", objects.url)
   try:
     while not should_stop():
-      merger.check()
-      with contextlib.suppress(store.StoreError):  # the store has warned
-        if heads.read(objects).finished:
-          _log.info("the run has ended")
-          return
-      time.sleep(_SYNCHRONIZER_SECONDS)
+      if merger.has_ended(_SYNCHRONIZER_SECONDS):
+        _log.info("the run has ended")
+        return
   finally:
     merger.close()

@@ -224,15 +224,21 @@ class Watch:
   """A thread that looks until it is closed, also while the store fails.
 
   Args:
-    look: A function that looks, and returns the seconds until the next look;
-      None ends the thread.
+    look: A function that looks, and returns the pause until the next look as a
+      multiple of what it took, so that a far store is asked less often; None
+      ends the thread.
+    pauses: Bounds of the pause in seconds.
 
   Attributes:
     wake: An event: look at once.
   """
 
-  def __init__(self, look: Callable[[], float | None]):
-    self._look = look
+  def __init__(
+    self,
+    look: Callable[[], float | None],
+    pauses: tuple[float, float] = _PAUSES,
+  ):
+    self._look, self._pauses = look, pauses
     self.wake = threading.Event()
     self._is_closed = False
     self._error: BaseException | None = None
@@ -262,29 +268,19 @@ class Watch:
     self._thread.join(seconds)
 
   def _run(self) -> None:
-    least, most = _FAILED_PAUSES
-    pause: float | None = 0.0
+    pause = 0.0
     try:
-      while pause is not None:
+      while not self._is_closed:
+        start, bounds = time.monotonic(), self._pauses
+        try:
+          looks = self._look()
+          if looks is None:
+            return
+          pause = looks * (time.monotonic() - start)
+        except StoreError:  # it has warned
+          pause, bounds = 2 * pause, _FAILED_PAUSES
+        pause = min(max(pause, bounds[0]), bounds[1])
         if self.wake.wait(pause):
           self.wake.clear()
-        if self._is_closed:
-          return
-        failed_pause = min(max(2 * pause, least), most)
-        try:
-          pause = self._look()
-        except StoreError:  # it has warned
-          pause = failed_pause
     except BaseException as e:
       self._error = e
-
-
-def pause_after(start: float, looks: float) -> float:
-  """Returns the seconds until the next look: a far store is asked less often.
-
-  Args:
-    start: When the last look began, by `time.monotonic`.
-    looks: The pause as a multiple of what it took.
-  """
-  least, most = _PAUSES
-  return min(max(looks * (time.monotonic() - start), least), most)

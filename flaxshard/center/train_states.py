@@ -12,7 +12,7 @@ fragment the values of other collections.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -25,7 +25,6 @@ from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center.heads import Arrays
-from flaxshard.center.heads import Center
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
@@ -34,7 +33,6 @@ from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import agn_store
 from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
-from flaxshard.wrappers.agn import ModelState
 
 PyTree = Any
 Commit = dict[str, Any]
@@ -73,6 +71,12 @@ def leaves(tree: PyTree) -> Arrays:
   return dict(zip(_paths(structure), found, strict=True))
 
 
+def map_leaves(fn: Callable[[str, Any], Any], tree: PyTree) -> Any:
+  """Returns a tree of `fn(path, leaf)`."""
+  found, structure = jax.tree.flatten(tree)
+  return jax.tree.unflatten(structure, map(fn, _paths(structure), found))
+
+
 def _with_leaves(
   state: TrainState, new: Mapping[str, Any], **fields: Any
 ) -> TrainState:
@@ -84,12 +88,9 @@ def _with_leaves(
     **fields: New fields of `AGNState`.
   """
   new = {**new, **{f"{_OWN}/{name}": x for name, x in fields.items()}}
-  old, structure = jax.tree.flatten(state)
-  placed = [
-    x if new.get(path, x) is x else _place(new[path], x)
-    for path, x in zip(_paths(structure), old, strict=True)
-  ]
-  return jax.tree.unflatten(structure, placed)
+  return map_leaves(
+    lambda path, x: x if new.get(path, x) is x else _place(new[path], x), state
+  )
 
 
 def _local_path(path: str) -> str:
@@ -118,16 +119,15 @@ class Layout:
   Attributes:
     agn: Its AGN.
     shapes: Shapes and dtypes of the train state.
-    accumulators: Those of the parameters whose gradients are committed, by
-      path, in the order of `AGNState.received`.
-    arrays: Those of the arrays of commits, by path. Beside the accumulators
-      these are floating-point arrays of other collections: commits have their
-      new values. They belong to the last fragment.
-    fragment_of: The fragment of each of them.
-    model: Shapes and dtypes of the parameters, and of the slots of the center's
-      optimizer.
-    slots: The fragment of each of these slots, by path, in tree order; None for
-      those that all fragments have, such as step counts.
+    sums: Those of the accumulators of the parameters whose gradients are
+      committed, by path, in the order of `AGNState.received`.
+    fragments: For each fragment, shapes and dtypes of the arrays of its
+      commits, by path. Beside the accumulators these are floating-point arrays
+      of other collections, in the last fragment: commits have their new values.
+    root: The path of the state of the center's optimizer.
+    model: Shapes and dtypes of the parameters and of this state, by root.
+    slots: For each fragment, the paths of its leaves of this state; step counts
+      and the like are in all fragments.
 
   Raises:
     ValueError: The model has layers of Flax in fp8.
@@ -143,64 +143,43 @@ class Layout:
         "AGN: layers in fp8, whose statistics are no gradients, need "
         "transport='compiled'."
       )
-    self.accumulators = leaves({"params": own.grad_accum})
-    others = {
+    self.sums = leaves({"params": own.grad_accum})
+    count = self.agn.transport.fragments
+    owners = agn_store.divide({"params": own.grad_accum}, count)
+    self.fragments: list[Arrays] = [{} for _ in range(count)]
+    for path, x in self.sums.items():
+      self.fragments[owners[path]][path] = x
+    self.fragments[-1] |= {
       path: x
       for path, x in leaves(own.collections).items()
       # The parameters that LoRA freezes are the same everywhere.
       if path.split("/")[0] != lora.FROZEN
       and jnp.issubdtype(x.dtype, jnp.floating)
     }
-    self.arrays = self.accumulators | others
-    fragments = self.agn.transport.fragments
-    self.fragment_of = agn_store.divide({"params": own.grad_accum}, fragments)
-    self.fragment_of |= dict.fromkeys(others, fragments - 1)
-    root, slots = "opt_state", self.shapes.opt_state
+    self.root, slots = "opt_state", self.shapes.opt_state
     if self.agn.outer_tx is not None:
-      root = f"{_OWN}/outer_opt_state"
-      slots = own.outer_opt_state
-    self.model = ModelState(params, slots)
-    paths = leaves({root: slots})
-    owners = opt_state_lib.parameters_of(slots, params)
-    self.slots = {
-      path: None
-      if owner is None
-      else self.fragment_of.get(f"params/{trees.path_string(owner)}", 0)
-      for path, owner in zip(paths, owners, strict=True)
-    }
+      self.root, slots = f"{_OWN}/outer_opt_state", own.outer_opt_state
+    self.model = {"params": params, self.root: slots}
+    self.slots: list[list[str]] = [[] for _ in range(count)]
+    parameters = opt_state_lib.parameters_of(slots, params)
+    paths = leaves({self.root: slots})
+    for path, parameter in zip(paths, parameters, strict=True):
+      those = range(count)
+      if parameter is not None:
+        owner = owners.get(f"params/{trees.path_string(parameter)}", 0)
+        those = range(owner, owner + 1)
+      for fragment in those:
+        self.slots[fragment].append(path)
 
-  def arrays_of(self, fragment: int) -> Arrays:
-    """Returns shapes and dtypes of the arrays of a fragment's commits."""
-    return {
-      path: x
-      for path, x in self.arrays.items()
-      if self.fragment_of[path] == fragment
-    }
-
-  def center_of(
-    self, state: TrainState, fragment: int, *, slots: bool = True
-  ) -> Center:
-    """Returns a fragment of the center in a train state.
-
-    Args:
-      state: The train state.
-      fragment: The number of the fragment.
-      slots: Whether with its slots.
-    """
+  def center_of(self, state: TrainState, fragment: int) -> heads.Parts:
+    """Returns a fragment of the center in a train state, with its slots."""
     found = leaves(state)
-    version = int(find(state)[1].versions[fragment])
-
-    def copy(paths: Iterable[str]) -> Arrays:
-      # The state may be donated.
-      return {p: np.array(key_data(found[p])) for p in paths}
-
-    own_slots = [
-      path
-      for path, owner in self.slots.items()
-      if slots and owner in (None, fragment)
-    ]
-    arrays = copy(self.arrays_of(fragment))
-    return Center(fragment, version, arrays, copy(own_slots))
+    parts = {"center": self.fragments[fragment], "slots": self.slots[fragment]}
+    # Copies: the state may be donated.
+    return {
+      kind: {p: np.array(key_data(found[p])) for p in paths}
+      for kind, paths in parts.items()
+    }
 
   def begin(self, objects: store.Objects, state: TrainState) -> None:
     """Writes the heads that are missing, or older than a checkpoint.
@@ -212,10 +191,10 @@ class Layout:
     has_begun = bool(objects.keys("worker/"))
     found = heads.read(objects, has_begun=has_begun)
     new = [
-      heads.write(objects, self.center_of(state, fragment), {})
-      if not found.heads or found.versions[fragment] < version
-      else found.heads[fragment]
-      for fragment, version in enumerate(find(state)[1].versions.tolist())
+      heads.write(objects, k, version, self.center_of(state, k), {})
+      if not found.heads or found.versions[k] < version
+      else found.heads[k]
+      for k, version in enumerate(find(state)[1].versions.tolist())
     ]
     if new != found.heads:
       heads.swap(objects, dataclasses.replace(found, heads=new))
@@ -239,8 +218,8 @@ class Layout:
     received, sent = np.array(own.received), np.array(own.sent)
     arrays: Arrays = {}
     remainders: Arrays = {}
-    for number, path in enumerate(self.accumulators):
-      if self.fragment_of[path] == fragment and received[number]:
+    for number, path in enumerate(self.sums):
+      if path in self.fragments[fragment] and received[number]:
         total = np.asarray(found[_sum_path(path)])
         if not np.isfinite(total).all():
           raise FloatingPointError(
@@ -250,9 +229,9 @@ class Layout:
           )
         # No copy: these arrays are in no state any more.
         arrays[path] = encoding.encode(total, self.agn.transport.commit_dtype)
-        remainders[path] = total - encoding.decode(arrays[path])
+        remainders[_sum_path(path)] = total - encoding.decode(arrays[path])
         received[number] = False
-    for path in self.arrays_of(fragment).keys() - self.accumulators.keys():
+    for path in self.fragments[fragment].keys() - self.sums.keys():
       arrays[path] = np.array(found[_local_path(path)])
     commit = {
       "steps": step - int(sent[fragment]),
@@ -261,28 +240,43 @@ class Layout:
       "arrays": arrays,
     }
     sent[fragment] = step
-    new = {_sum_path(path): x for path, x in remainders.items()}
-    return _with_leaves(state, new, received=received, sent=sent), commit
+    return _with_leaves(state, remainders, received=received, sent=sent), commit
 
-  def pull(self, state: TrainState, new: Center) -> TrainState:
+  def pull(
+    self,
+    state: TrainState,
+    fragment: int,
+    head: heads.Head,
+    parts: heads.Parts,
+  ) -> TrainState:
     """Returns the state after a commit: it goes on from the center.
 
     Args:
       state: The train state of a worker.
-      new: The center of the fragment that was committed. Parameters are blended
-        with the local ones.
+      fragment: The fragment that was committed.
+      head: Its head.
+      parts: Its "center", or the "change" from the center of the commit.
+        Parameters are blended with the local ones.
     """
-    local = dict(new.arrays)
+    _, own = find(state)
+    found, versions = leaves(state), np.array(own.versions)
+    center = {path: found[path] for path in self.fragments[fragment]}
+    # Else the state has a newer one.
+    if versions[fragment] < head.version:
+      versions[fragment] = head.version
+      change = parts.get("change", {})
+      center = parts.get("center") or encoding.add_change(center, change)
+    local = {_local_path(path): x for path, x in center.items()}
     if blend := self.agn.transport.blend:
-      found = leaves(state)
-      for path in local.keys() & self.accumulators.keys():
-        own = found[_local_path(path)]
-        dtype = gradients.accumulator_dtype(own.dtype)
-        a, b = (np.asarray(x, dtype) for x in (own, local[path]))
-        local[path] = blend * a + (1 - blend) * b
-    is_last = new.fragment == self.agn.transport.fragments - 1
-    commits = find(state)[1].commits + is_last
-    return _put_center(state, new, local, commits=commits)
+      for path in center.keys() & self.sums.keys():
+        mine = found[_local_path(path)]
+        dtype = gradients.accumulator_dtype(mine.dtype)
+        a, b = (np.asarray(x, dtype) for x in (mine, center[path]))
+        local[_local_path(path)] = blend * a + (1 - blend) * b
+    commits = own.commits + (fragment == len(self.fragments) - 1)
+    return _with_leaves(
+      state, {**center, **local}, versions=versions, commits=commits
+    )
 
   def restart(self, state: TrainState, local_step: int) -> TrainState:
     """Returns the state of a worker that starts from its center.
@@ -295,15 +289,15 @@ class Layout:
     _, own = find(state)
     shift = local_step - int(own.local_step)
     # Other arrays are the same everywhere, or stay those of the worker.
-    paths = [*self.arrays]
+    paths = [path for arrays in self.fragments for path in arrays]
     if self.agn.outer_tx is None and not int(own.local_step):
       # A worker that joins late begins with the moments of the center.
-      paths += self.slots
+      paths += [path for slots in self.slots for path in slots]
     found = leaves(state)
     new = {_local_path(path): found[path] for path in paths}
     for path, count in opt_state_lib.counts(own.local_opt_state).items():
       new[f"{_OWN}/local_opt_state/{path}"] = np.asarray(count) + shift
-    for path, x in self.accumulators.items():
+    for path, x in self.sums.items():
       new[_sum_path(path)] = np.zeros(x.shape)
     return _with_leaves(
       state,
@@ -314,33 +308,17 @@ class Layout:
     )
 
 
-def _put_center(
-  state: TrainState, new: Center, local: Arrays | None = None, **fields: Any
-) -> TrainState:
-  """Returns the state with another center.
-
-  Args:
-    state: The train state of a worker.
-    new: The center of a fragment.
-    local: New arrays for the local steps, by their paths in the center; the
-      others stay.
-    **fields: New fields of `AGNState`.
-  """
-  versions = np.array(find(state)[1].versions)
-  versions[new.fragment] = new.version
-  own = {_local_path(path): x for path, x in (local or {}).items()}
-  arrays = {**own, **new.arrays, **new.slots}
-  return _with_leaves(state, arrays, versions=versions, **fields)
-
-
 def with_center(
   objects: store.Objects, found: heads.Heads, state: TrainState
 ) -> TrainState:
   """Returns the state with the center that heads name, and its slots."""
+  new: Arrays = {}
   for fragment, head in enumerate(found.heads):
-    center = heads.read_center(objects, fragment, head, slots=True)
-    state = _put_center(state, center)
-  return state
+    parts = heads.read_parts(objects, fragment, head, "slots", "center")
+    if parts is None:  # merged meanwhile
+      return with_center(objects, heads.read(objects), state)
+    new |= parts["slots"] | parts["center"]
+  return _with_leaves(state, new, versions=np.array(found.versions))
 
 
 def _place(value: Any, like: Any) -> jax.Array:

@@ -34,7 +34,7 @@ def decode(layout: Layout, fragment: int, key: str, content: bytes) -> Commit:
   Raises:
     DamagedError: It is damaged, or is no commit of this run.
   """
-  wanted, sums = layout.arrays_of(fragment), layout.accumulators
+  wanted, sums = layout.fragments[fragment], layout.sums
   try:
     commit = encoding.unpack(key, content)
     numbers = {name: float(commit[name]) for name in _NUMBERS}
@@ -60,41 +60,42 @@ def decode(layout: Layout, fragment: int, key: str, content: bytes) -> Commit:
 
 
 def merge(
-  layout: Layout, center: heads.Center, commits: Sequence[Commit]
-) -> heads.Center:
-  """Returns the next version of a center.
+  layout: Layout, parts: heads.Parts, commits: Sequence[Commit]
+) -> heads.Parts:
+  """Returns the next version of a fragment.
 
   Args:
     layout: The fragments of the center.
-    center: The center with its slots.
+    parts: Its arrays by kind: center and slots.
     commits: Decoded commits. Sequential ones are applied one by one, others
       as one, their mean weighted by examples.
   """
-  exact = {**center.arrays, **center.slots}
-  for path, x in center.remainders.items():
-    exact[path] = exact[path] + x
+  center, slots = parts["center"], parts["slots"]
+  # Of parameters that were encoded, the slots have the exact values.
+  exact = {**center, **slots}
   for committed in _combine(layout, commits):
     exact = _apply(layout, exact, committed)
-  arrays = {path: exact[path] for path in center.arrays}
-  new = heads.Center(
-    center.fragment,
-    center.version + 1,
-    arrays,
-    {path: exact[path] for path in center.slots},
-    workers=len(commits),
-  )
+  new = {
+    "center": {
+      path: exact[path].astype(x.dtype, copy=False)
+      for path, x in center.items()
+    },
+    "slots": {path: exact[path] for path in slots},
+  }
   dtype = layout.agn.transport.commit_dtype
   if dtype is None:
     return new
   # Center and workers apply what is encoded, so that they stay equal.
-  sums = center.arrays.keys() & layout.accumulators.keys()
-  change = arrays | {
-    path: encoding.encode(_difference(arrays[path], center.arrays[path]), dtype)
-    for path in sums
+  wide = {p: _widen(exact[p]) for p in center.keys() & layout.sums.keys()}
+  change = new["center"] | {
+    path: encoding.encode(x - _widen(center[path]), dtype)
+    for path, x in wide.items()
   }
-  decoded = heads.add_change(center.arrays, change)
-  remainders = {p: _difference(arrays[p], decoded[p]) for p in sums}
-  return new._replace(arrays=decoded, remainders=remainders, change=change)
+  return {
+    "center": encoding.add_change(center, change),
+    "slots": new["slots"] | wide,
+    "change": change,
+  }
 
 
 def _combine(layout: Layout, commits: Sequence[Commit]) -> Iterator[Arrays]:
@@ -108,12 +109,12 @@ def _combine(layout: Layout, commits: Sequence[Commit]) -> Iterator[Arrays]:
   combined: Arrays = {}
   for commit, factor, weight in zip(commits, factors, weights, strict=True):
     for path, x in commit["arrays"].items():
-      if path in layout.accumulators:
+      if path in layout.sums:
         part = x * x.dtype.type(factor)
       else:
         part = x.astype(np.float32) * np.float32(weight)
       combined[path] = combined[path] + part if path in combined else part
-  yield {p: x.astype(layout.arrays[p].dtype) for p, x in combined.items()}
+  yield combined
 
 
 def _apply(layout: Layout, center: Arrays, committed: Arrays) -> Arrays:
@@ -128,7 +129,7 @@ def _apply(layout: Layout, center: Arrays, committed: Arrays) -> Arrays:
   Returns:
     The new arrays and slots.
   """
-  grads = {p: x for p, x in committed.items() if p in layout.accumulators}
+  grads = {p: x for p, x in committed.items() if p in layout.sums}
   with _on_cpu():
     new = jax.tree.map(np.asarray, _update(layout, center, grads))
   return {**center, **committed, **new}
@@ -138,19 +139,18 @@ def _apply(layout: Layout, center: Arrays, committed: Arrays) -> Arrays:
 @functools.partial(jax.jit, static_argnums=0)
 def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
   """Updates parameters and slots; those that are not given are zeros."""
-  params = layout.model.params
-  param_paths = [*train_states.leaves({"params": params})]
-  paths = [*param_paths, *layout.slots]
-  leaves, structure = jax.tree.flatten(layout.model)
-  full = [
-    _leaf(center.get(path), x) for path, x in zip(paths, leaves, strict=True)
-  ]
-  new = agn_lib.apply_tx(
-    layout.agn.outer_tx or layout.shapes.tx,
-    jax.tree.unflatten(structure, full),
-    jax.tree.unflatten(jax.tree.structure(params), map(grads.get, param_paths)),
+  full = train_states.map_leaves(
+    lambda path, x: _leaf(center.get(path), x), layout.model
   )
-  found = dict(zip(paths, jax.tree.leaves(new), strict=True))
+  all_grads = train_states.map_leaves(
+    lambda path, _: grads.get(path), {"params": layout.model["params"]}
+  )
+  old = agn_lib.ModelState(full["params"], full[layout.root])
+  tx = layout.agn.outer_tx or layout.shapes.tx
+  new = agn_lib.apply_tx(tx, old, all_grads["params"])
+  found = train_states.leaves(
+    {"params": new.params, layout.root: new.opt_state}
+  )
   return {p: train_states.key_data(x) for p, x in found.items() if p in center}
 
 
@@ -169,6 +169,5 @@ def _on_cpu() -> Any:
     return jax.default_device(jax.local_devices()[0])
 
 
-def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-  wide = gradients.accumulator_dtype(b.dtype)
-  return a.astype(wide) - b.astype(wide)
+def _widen(x: np.ndarray) -> np.ndarray:
+  return x.astype(gradients.accumulator_dtype(x.dtype))

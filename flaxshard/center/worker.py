@@ -155,19 +155,18 @@ class Worker:
         f"which are committed. {note}"
       )
     self._options = self._agn.transport
-    if self._options.quorum > self.num_workers:
-      raise ValueError(
-        f"AGN: transport: quorum={self._options.quorum} must be at most "
-        f"num_workers={self.num_workers}."
-      )
+    checks.integer(
+      f"AGN: num_workers={self.num_workers}: transport: quorum",
+      self._options.quorum,
+      maximum=self.num_workers,
+    )
     warn_of_short_period(self._agn, self.num_workers, "workers")
     self._layout = Layout(state)
     self._objects = store.Objects(self._url)
     facts_lib.agree(self._objects, self._layout, state, facts or {})
     self._layout.begin(self._objects, state)
-    self._last_step = self.clock = int(own.local_step)
-    # The clock at which there may be something to do.
-    self._next_look = self.clock + 1
+    self.clock = int(own.local_step)
+    self._set_step(self.clock)
     # By fragment: the examples since the last commit, and the commit that is
     # under way.
     self._examples = [0.0] * self._options.fragments
@@ -217,13 +216,11 @@ class Worker:
     self._examples = [x + examples for x in self._examples]
     if self.clock < self._next_look:
       return state
+    before = self._last_step
     local_step = int(train_states.find(state)[1].local_step)
-    self._next_look = self.clock + agn_store.steps_to_next(
-      self._agn, local_step
-    )
-    if local_step == self._last_step:
+    self._set_step(local_step)
+    if local_step == before:
       return state  # the step was skipped, or is accumulated
-    self._last_step = local_step
     self._ask()
     for fragment in agn_store.due(self._agn, local_step):
       state = self._send(state, fragment)
@@ -235,7 +232,7 @@ class Worker:
       with contextlib.suppress(store.StoreError):
         found = heads.read(self._objects)
         if found.step > local_step and not self.is_finished:
-          state = self._take(state, found, found.step)
+          state = self._go_on(state, found, found.step)
         self._members.was_away = False
     return state
 
@@ -254,7 +251,8 @@ class Worker:
       state = self._receive(state, fragment)
     if not self.is_finished and not self.worker_id:
       with contextlib.suppress(store.StoreError):  # the store has warned
-        return self._take(state, heads.read(self._objects))
+        found = heads.read(self._objects)
+        return train_states.with_center(self._objects, found, state)
     return state
 
   def finish(self, state: Any) -> Any:
@@ -270,11 +268,12 @@ class Worker:
       StoreError: The store cannot be reached for `deadline` seconds.
     """
     self._check_running("finish")
-    for fragment, exchange in list(self._exchanges.items()):
-      exchange.is_late = False
-      state = self._receive(state, fragment)
-    for fragment in self._overdue(state):
-      state = self._receive(self._send(state, fragment), fragment)
+    for fragment in range(self._options.fragments):
+      if fragment in self._exchanges:
+        self._exchanges[fragment].is_late = False
+        state = self._receive(state, fragment)
+      if fragment in self._overdue(state):
+        state = self._receive(self._send(state, fragment), fragment)
     if self._overdue(state):
       _log.warning(
         "worker %d ends, and its last local steps are not in the center: the "
@@ -373,22 +372,17 @@ class Worker:
     if step and is_newest and max(steps, default=0) <= step:
       return state  # as it was left
     step = step if is_new else max(step, found.step, *steps)
-    return self._take(state, found, step)
+    return self._go_on(state, found, step)
 
-  def _take(
-    self, state: Any, found: heads.Heads, local_step: int | None = None
-  ) -> Any:
-    """Returns the state with a center of the store and its slots.
+  def _go_on(self, state: Any, found: heads.Heads, local_step: int) -> Any:
+    """Returns the state that goes on from a center of the store.
 
     Args:
       state: The state of this worker.
       found: The heads of the center.
-      local_step: The step from which local steps go on, from the center; None:
-        they stay as they are.
+      local_step: The step from which local steps go on.
     """
     state = train_states.with_center(self._objects, found, state)
-    if local_step is None:
-      return state
     missed = local_step - int(train_states.find(state)[1].local_step)
     if missed > 0:
       _log.warning(
@@ -400,11 +394,15 @@ class Worker:
       )
     self.clock += missed
     self.missed_steps += missed
+    self._set_step(local_step)
+    return self._layout.restart(state, local_step)
+
+  def _set_step(self, local_step: int) -> None:
     self._last_step = local_step
+    # The clock at which there may be something to do.
     self._next_look = self.clock + agn_store.steps_to_next(
       self._agn, local_step
     )
-    return self._layout.restart(state, local_step)
 
   # -- Commits.
 
@@ -414,16 +412,13 @@ class Worker:
     state = self._receive(state, fragment, wait=False)
     if fragment in self._exchanges or self.is_finished:
       return state
-    base = None
-    if self._options.commit_dtype is not None:
-      base = self._layout.center_of(state, fragment, slots=False)
     state, commit = self._layout.take(state, fragment)
     commit["examples"] = self._examples[fragment]
     self._examples[fragment] = 0.0
     name = f"{self.worker_id}-{self._members.start}"
     key = commits_lib.Key(fragment, name, commit["step"])
     self._exchanges[fragment] = Exchange(
-      self._objects, key, commit, base, self._merger.watch.wake
+      self._objects, key, commit, self._merger.watch.wake
     )
     return state
 
@@ -457,13 +452,13 @@ class Worker:
       exchange.is_late |= wait
       return state
     del self._exchanges[fragment]
-    center = exchange.center
-    if center is None:
+    if exchange.result is None:
       return self._end(state, is_late=True)
+    head, parts = exchange.result
     took = time.monotonic() - exchange.begin
-    versions = max(center.version - exchange.commit["version"] - 1, 0)
-    self._results.append((took, versions, center.workers))
-    return self._layout.pull(state, center)
+    versions = max(head.version - exchange.commit["version"] - 1, 0)
+    self._results.append((took, versions, head.workers))
+    return self._layout.pull(state, fragment, head, parts)
 
   def _overdue(self, state: Any) -> list[int]:
     """Returns the fragments whose commit was due while one was under way."""
@@ -476,7 +471,7 @@ class Worker:
 
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
-    self._merger.check()
+    self._merger.has_ended()
     for exchange in self._exchanges.values():
       exchange.watch.has_ended()
     return self._should_stop()
@@ -499,8 +494,11 @@ class Worker:
       with contextlib.suppress(store.StoreError):  # the store has warned
         found = heads.read(self._objects)
         if found.finished:
-          step = max(self._last_step, found.step) if is_late else None
-          state = self._take(state, found, step)
+          if is_late:
+            step = max(self._last_step, found.step)
+            state = self._go_on(state, found, step)
+          else:
+            state = train_states.with_center(self._objects, found, state)
           self.is_finished = True
           self._exchanges.clear()
           break

@@ -195,11 +195,11 @@ class Run:
         for path, x in commit["arrays"].items():
           exact[path] -= weight * encoding.decode(x)
       before = head
-    key = before.keys(fragment)[1]
-    remainders = encoding.unpack(key, self.written[key])["remainders"]
+    key = before.keys(fragment, "slots")[0]
+    slots = encoding.unpack(key, self.written[key])
     atol = 1e-3 if agn.transport.commit_dtype or agn.commit == "mean" else 0
     for path in commit["arrays"]:
-      found = params[path.removeprefix("params/")] + remainders.get(path, 0)
+      found = slots.get(path, params[path.removeprefix("params/")])
       np.testing.assert_allclose(found, exact[path], rtol=0, atol=atol)
     last = max(s for s in range(STEPS + 1) if fragment in agn_store.due(agn, s))
     if self.fault is None or self.fault.how != "kill":
