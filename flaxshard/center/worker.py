@@ -165,8 +165,9 @@ class Worker:
     self._objects = store.Objects(self._url)
     facts_lib.agree(self._objects, self._layout, state, facts or {})
     self._layout.begin(self._objects, state)
-    self.clock = int(own.local_step)
-    self._set_step(self.clock)
+    self._last_step = self.clock = int(own.local_step)
+    # The clock at which there may be something to do.
+    self._next_look = self.clock
     # By fragment: the examples since the last commit, and the commit that is
     # under way.
     self._examples = [0.0] * self._options.fragments
@@ -216,24 +217,19 @@ class Worker:
     self._examples = [x + examples for x in self._examples]
     if self.clock < self._next_look:
       return state
-    before = self._last_step
     local_step = int(train_states.find(state)[1].local_step)
-    self._set_step(local_step)
-    if local_step == before:
-      return state  # the step was skipped, or is accumulated
-    self._ask()
-    for fragment in agn_store.due(self._agn, local_step):
-      state = self._send(state, fragment)
-    delayed = local_step - self._options.delay
-    for fragment in agn_store.due(self._agn, delayed):
-      state = self._receive(state, fragment)
-    if self._members.was_away and not self._exchanges:
-      # If the store cannot be read, at the next commit.
-      with contextlib.suppress(store.StoreError):
-        found = heads.read(self._objects)
-        if found.step > local_step and not self.is_finished:
-          state = self._go_on(state, found, found.step)
-        self._members.was_away = False
+    # Else the step was skipped, or is accumulated.
+    if local_step > self._last_step:
+      self._last_step = local_step
+      state = self._exchange(state)
+    ends = [x.key.step + self._options.delay for x in self._exchanges.values()]
+    dues = [
+      agn_store.last_due(self._agn, fragment, self._last_step)
+      + self._agn.communication_period
+      for fragment in range(self._options.fragments)
+    ]
+    steps = min(x for x in [*ends, *dues] if x > self._last_step)
+    self._next_look = self.clock + steps - self._last_step
     return state
 
   def settle(self, state: Any) -> Any:
@@ -247,8 +243,8 @@ class Worker:
       state: The state after the last `commit`. Do not use it again.
     """
     self._check_running("settle")
-    for fragment in list(self._exchanges):
-      state = self._receive(state, fragment)
+    for fragment, exchange in [*self._exchanges.items()]:
+      state = self._receive(state, fragment, wait=not exchange.is_late)
     if not self.is_finished and not self.worker_id:
       with contextlib.suppress(store.StoreError):  # the store has warned
         found = heads.read(self._objects)
@@ -269,9 +265,7 @@ class Worker:
     """
     self._check_running("finish")
     for fragment in range(self._options.fragments):
-      if fragment in self._exchanges:
-        self._exchanges[fragment].is_late = False
-        state = self._receive(state, fragment)
+      state = self._receive(state, fragment)
       if fragment in self._overdue(state):
         state = self._receive(self._send(state, fragment), fragment)
     if self._overdue(state):
@@ -394,17 +388,27 @@ class Worker:
       )
     self.clock += missed
     self.missed_steps += missed
-    self._set_step(local_step)
+    self._last_step, self._next_look = local_step, self.clock
     return self._layout.restart(state, local_step)
 
-  def _set_step(self, local_step: int) -> None:
-    self._last_step = local_step
-    # The clock at which there may be something to do.
-    self._next_look = self.clock + agn_store.steps_to_next(
-      self._agn, local_step
-    )
-
   # -- Commits.
+
+  def _exchange(self, state: Any) -> Any:
+    """Sends the commits that are due, and takes the results that have come."""
+    self._ask()
+    for fragment in self._overdue(state):
+      state = self._send(state, fragment)
+    for fragment, exchange in [*self._exchanges.items()]:
+      if exchange.key.step + self._options.delay <= self._last_step:
+        state = self._receive(state, fragment, wait=not exchange.is_late)
+    if self._members.was_away and not self._exchanges:
+      # If the store cannot be read, at the next commit.
+      with contextlib.suppress(store.StoreError):
+        found = heads.read(self._objects)
+        if found.step > self._last_step and not self.is_finished:
+          state = self._go_on(state, found, found.step)
+        self._members.was_away = False
+    return state
 
   def _send(self, state: Any, fragment: int) -> Any:
     """Takes a commit out of the state and starts its exchange."""
@@ -428,12 +432,11 @@ class Worker:
     Args:
       state: The state of this worker.
       fragment: The fragment of the commit.
-      wait: Whether to wait until the deadline, once for each commit.
+      wait: Whether to wait until the deadline.
     """
     exchange = self._exchanges.get(fragment)
     if exchange is None:
       return state
-    wait = wait and not exchange.is_late
     start, seconds = time.monotonic(), self._options.deadline
     while not exchange.watch.has_ended(_ASK_SECONDS if wait else 0.0):
       stops = self._ask()
@@ -461,7 +464,7 @@ class Worker:
     return self._layout.pull(state, fragment, head, parts)
 
   def _overdue(self, state: Any) -> list[int]:
-    """Returns the fragments whose commit was due while one was under way."""
+    """Returns the fragments whose last commit is older than the one due."""
     sent = train_states.find(state)[1].sent.tolist()
     return [
       fragment

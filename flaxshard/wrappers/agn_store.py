@@ -144,30 +144,10 @@ def divide(accumulators: PyTree, fragments: int) -> dict[str, int]:
   return {path: found[path] for path in leaves}
 
 
-def due(agn: AGN, local_step: int) -> tuple[int, ...]:
-  """Returns the fragments that are committed after a local step.
-
-  Args:
-    agn: A wrapper with a store.
-    local_step: The number of local steps that have been taken.
-
-  Example:
-    >>> import flaxshard as fs
-    >>> agn = fs.AGN(4, transport=fs.Store(fragments=2))
-    >>> [due(agn, step) for step in range(1, 5)]
-    [(), (0,), (), (1,)]
-  """
-  if local_step < 1:
-    return ()
-  return tuple(
-    fragment
-    for fragment in range(agn.transport.fragments)
-    if last_due(agn, fragment, local_step) == local_step
-  )
-
-
 def last_due(agn: AGN, fragment: int, local_step: int) -> int:
   """Returns the last local step after which a fragment was to be committed.
+
+  Before the first one it is 0 or less.
 
   Args:
     agn: A wrapper with a store.
@@ -183,25 +163,3 @@ def last_due(agn: AGN, fragment: int, local_step: int) -> int:
   period, fragments = agn.communication_period, agn.transport.fragments
   first = (fragment + 1 - fragments) * (period // fragments) % period
   return local_step - (local_step - first) % period
-
-
-def steps_to_next(agn: AGN, local_step: int) -> int:
-  """Returns in how many local steps there is a commit, or the end of a delay.
-
-  Args:
-    agn: A wrapper with a store.
-    local_step: The number of local steps that have been taken.
-
-  Example:
-    >>> import flaxshard as fs
-    >>> agn = fs.AGN(4, transport=fs.Store(delay=1))
-    >>> [steps_to_next(agn, step) for step in range(2, 6)]
-    [2, 1, 1, 3]
-  """
-  count = 1
-  while not (
-    due(agn, local_step + count)
-    or due(agn, local_step + count - agn.transport.delay)
-  ):
-    count += 1
-  return count

@@ -201,7 +201,7 @@ class Run:
     for path in commit["arrays"]:
       found = slots.get(path, params[path.removeprefix("params/")])
       np.testing.assert_allclose(found, exact[path], rtol=0, atol=atol)
-    last = max(s for s in range(STEPS + 1) if fragment in agn_store.due(agn, s))
+    last = agn_store.last_due(agn, fragment, STEPS)
     if self.fault is None or self.fault.how != "kill":
       for k, missed in self.missed.items():
         assert steps[k] == last - missed, "steps were lost"
