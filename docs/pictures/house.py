@@ -42,7 +42,8 @@ def imports() -> dict[str, set[str]]:
   """Returns the packages that each package imports when it is imported.
 
   The modules of `flaxshard/` itself count as packages. An import in a function
-  or for type checking alone is left out, except in `__main__`.
+  or for type checking alone is left out, except in `__main__`, and so are the
+  names that `__init__` imports when asked for.
   """
   return _imports(_PACKAGE)
 
@@ -89,7 +90,8 @@ def _imported(node: ast.AST, deep: bool) -> Iterator[str]:
   for child in ast.iter_child_nodes(node):
     if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
       continue
-    if not deep and isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+    lazy = (ast.FunctionDef, ast.ClassDef, ast.With)
+    if not deep and isinstance(child, lazy):
       continue
     if isinstance(child, ast.Import):
       yield from (x.name for x in child.names if _is_ours(x.name))
