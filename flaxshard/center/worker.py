@@ -354,19 +354,16 @@ class Worker:
       if key.worker == str(self.worker_id)
     ]
     found = heads.read(self._objects)
-    # Who is there at the beginning has not missed what others do after it.
-    is_new = not any(found.versions) and not found.finished
-    if is_new:
-      self._wait_for_all()
-      found = heads.read(self._objects)
     if found.finished:
       return self._end(state, is_late=True)
+    if not any(found.versions):
+      # Who is there at the beginning has not missed what others do after it.
+      self._wait_for_all()
     step, versions = self._last_step, train_states.find(state)[1].versions
     is_newest = versions.tolist() == found.versions
     if step and is_newest and max(steps, default=0) <= step:
       return state  # as it was left
-    step = step if is_new else max(step, found.step, *steps)
-    return self._go_on(state, found, step)
+    return self._go_on(state, found, max(step, found.step, *steps))
 
   def _go_on(self, state: Any, found: heads.Heads, local_step: int) -> Any:
     """Returns the state that goes on from a center of the store.

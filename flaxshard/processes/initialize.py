@@ -21,9 +21,6 @@ _log = logging.getLogger(__name__)
 # Seconds after which a process says that it waits.
 _NOTICE_SECONDS = 15.0
 
-# What the call that connected the processes has returned.
-_connected: cluster_lib.Cluster | None = None
-
 
 def initialize(
   coordinator_address: str | None = None,
@@ -40,7 +37,7 @@ def initialize(
   Kubernetes, Cloud TPU. One line of the log says what was found. One process
   stays one process and opens no port, except on a Cloud TPU.
 
-  A second call does nothing, and neither does a call after
+  A second call connects nothing, and neither does a call after
   `jax.distributed.initialize`.
 
   Args:
@@ -69,15 +66,12 @@ def initialize(
   References:
     https://docs.jax.dev/en/latest/multi_process.html
   """
-  global _connected
   heartbeat_timeout = checks.number(
     "heartbeat_timeout", heartbeat_timeout, above=0, below=1e6
   )
   initialization_timeout = checks.number(
     "initialization_timeout", initialization_timeout, above=0, below=1e6
   )
-  if _connected is not None and jax.distributed.is_initialized():
-    return _connected
   found = cluster_lib.find(
     os.environ, coordinator_address, num_processes, process_id
   )
@@ -98,7 +92,6 @@ def initialize(
   if found.num_processes == 1:
     _log.info("one process: %s", found.source)
     return found
-  _connected = found
   multihost.set_process(found.process_id, found.num_processes)
   failures.watch()
   return found
@@ -146,7 +139,8 @@ def _connect(found: cluster_lib.Cluster, timeouts: dict[str, Any]) -> None:
 
 
 def _existing(source: str) -> cluster_lib.Cluster:
-  # Starts JAX's devices: JAX has no other public name for the two numbers.
-  index, count = jax.process_index(), jax.process_count()
+  # The first time it starts JAX's devices: JAX has no other public name for the
+  # two numbers.
+  index, count = multihost.process_index(), multihost.process_count()
   _log.info("process %d of %d: %s", index, count, source)
   return cluster_lib.Cluster(None, count, index, source=source)
