@@ -19,12 +19,10 @@ import logging
 import time
 from typing import Any
 
-from flaxshard.center import commits as commits_lib
 from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center import update
-from flaxshard.center.commits import Key
 from flaxshard.center.members import Members
 from flaxshard.center.members import SYNCHRONIZER
 from flaxshard.center.train_states import Layout
@@ -63,7 +61,7 @@ class Merger:
   def __post_init__(self) -> None:
     self._options = self.layout.agn.transport
     # When the commits that wait were seen first.
-    self._came: dict[Key, float] = {}
+    self._came: dict[heads.Key, float] = {}
     self._swept = time.monotonic()
     self.watch = store.Watch(self._look)
 
@@ -99,7 +97,7 @@ class Merger:
     if start - self._swept > _SWEEP_SECONDS:
       self._swept = start
       self._sweep(found, mine)
-    keys = [k for k in commits_lib.find(self.objects) if k.fragment in mine]
+    keys = [k for k in heads.find_commits(self.objects) if k.fragment in mine]
     taken = [key for key in keys if key.is_in(found.heads[key.fragment])]
     self.objects.delete(map(str, taken))
     keys = [key for key in keys if key not in taken]
@@ -116,12 +114,12 @@ class Merger:
       )
     return 0.0 if is_new else _PAUSE_LOOKS
 
-  def _choose(self, fragment: int, last: bool) -> list[Key]:
+  def _choose(self, fragment: int, last: bool) -> list[heads.Key]:
     """Returns the commits of one update of a fragment, if they are enough."""
     keys = [key for key in self._came if key.fragment == fragment]
     if self.layout.agn.commit == "sequential":
       return keys
-    chosen: dict[str, Key] = {}
+    chosen: dict[str, heads.Key] = {}
     for key in sorted(keys, key=lambda key: key.step):
       chosen.setdefault(key.worker, key)
     awaited = self.members.find(
@@ -135,7 +133,9 @@ class Merger:
     )
     return [*chosen.values()] if last or is_enough else []
 
-  def _apply(self, fragment: int, found: heads.Heads, keys: list[Key]) -> bool:
+  def _apply(
+    self, fragment: int, found: heads.Heads, keys: list[heads.Key]
+  ) -> bool:
     """Computes a new version and swaps the head; returns whether it did."""
     head, layout = found.heads[fragment], self.layout
     contents = self.objects.read_all([*map(str, keys)])

@@ -12,12 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from flaxshard.center import commits as commits_lib
 from flaxshard.center import facts as facts_lib
 from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center import train_states
-from flaxshard.center.commits import Exchange
 from flaxshard.center.members import Members
 from flaxshard.center.merge import Merger
 from flaxshard.center.train_states import Layout
@@ -171,7 +169,7 @@ class Worker:
     # By fragment: the examples since the last commit, and the commit that is
     # under way.
     self._examples = [0.0] * self._options.fragments
-    self._exchanges: dict[int, Exchange] = {}
+    self._exchanges: dict[int, heads.Exchange] = {}
     # Of commits: seconds, versions in between, and workers.
     self._results: list[tuple[float, int, int]] = []
     self._members = Members(
@@ -350,7 +348,7 @@ class Worker:
     # Of earlier starts of this worker. They may come into the center meanwhile.
     steps = [
       key.step
-      for key in commits_lib.find(self._objects)
+      for key in heads.find_commits(self._objects)
       if key.worker == str(self.worker_id)
     ]
     found = heads.read(self._objects)
@@ -417,8 +415,8 @@ class Worker:
     commit["examples"] = self._examples[fragment]
     self._examples[fragment] = 0.0
     name = f"{self.worker_id}-{self._members.start}"
-    key = commits_lib.Key(fragment, name, commit["step"])
-    self._exchanges[fragment] = Exchange(
+    key = heads.Key(fragment, name, commit["step"])
+    self._exchanges[fragment] = heads.Exchange(
       self._objects, key, commit, self._merger.watch.wake
     )
     return state

@@ -18,7 +18,6 @@ import quadratic_states
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard.center import commits as commits_lib
 from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import members
@@ -180,7 +179,7 @@ class Run:
     commits = {}
     for path, content in self.written.items():
       if path.startswith(f"commit/{fragment}/"):
-        key = commits_lib.Key(fragment, path.split("/")[2], int(path[-9:]))
+        key = heads.Key(fragment, path.split("/")[2], int(path[-9:]))
         commits[key] = encoding.unpack(path, content)
     exact = {f"params/{k}": x.astype(np.float64) for k, x in START.items()}
     steps = collections.Counter()

@@ -74,11 +74,7 @@ FOUR = fs.Strategy(devices=jax.devices()[:4])
     (lambda: worker(0, 1).start({}), ValueError, r"store', got \[\]"),
     (lambda: begin(fs.AGN(2)), ValueError, r"store', got \['agn'\]"),
     (lambda: begin(agn(8, fragments=3)), ValueError, "=3 must be at most .* 2"),
-    (
-      lambda: begin(agn(quorum=2)),
-      ValueError,
-      "=1: .* quorum must be at most 1",
-    ),
+    (lambda: begin(agn(quorum=2)), ValueError, "quorum must be at most 1"),
     (
       lambda: begin(agn(quorum=2), num_workers=2),
       TimeoutError,
