@@ -27,6 +27,7 @@ from typing import Any
 from absl import logging as absl_logging
 import jax
 
+from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.processes import initialize
 from flaxshard.train import config as config_lib
@@ -123,12 +124,9 @@ def fit(
       f"workdir must be an absolute path or a bucket's URL, got {workdir!r}: "
       "workers have other working directories."
     )
-  if scaling_config.min_workers < 1:
-    raise ValueError(
-      "scaling_config.num_workers must be at least 1, got "
-      f"{scaling_config.num_workers!r}. Without Ray's workers, call "
-      "flaxshard.train.train_and_evaluate."
-    )
+  checks.integer(
+    "scaling_config.num_workers", scaling_config.min_workers, minimum=1
+  )
   if devices.store_agn(config) is not None:
     return _fit_actors(
       config, workdir, scaling_config, run_config or ray_train.RunConfig()

@@ -225,9 +225,8 @@ def use_devices(local_device_ids: tuple[int, ...] | None) -> None:
   Args:
     local_device_ids: Their indices; None for all.
   """
-  visible = "all"
-  if local_device_ids is not None:
-    visible = ",".join(map(str, local_device_ids))
+  ids = local_device_ids
+  visible = "all" if ids is None else ",".join(map(str, ids))
   # As jax.distributed.initialize does it. Without GPUs they have no effect.
   jax.config.update("jax_cuda_visible_devices", visible)
   jax.config.update("jax_rocm_visible_devices", visible)

@@ -22,8 +22,7 @@ import sys
 import threading
 import time
 import traceback
-import types
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -215,12 +214,8 @@ def watch() -> None:
   atexit.register(watcher.stop)
   previous = sys.excepthook
 
-  def end_all(
-    kind: type[BaseException],
-    error: BaseException,
-    traceback: types.TracebackType | None,
-  ) -> None:
-    previous(kind, error, traceback)
+  def end_all(kind: Any, error: Any, trace: Any) -> None:
+    previous(kind, error, trace)
     if watcher.is_active:
       watcher.publish(error)
       watcher.end(_exit_code(error))
