@@ -131,15 +131,6 @@ def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
   return set_shapes
 
 
-def _digits_shapes() -> Shapes:
-  example = {
-    "inputs": jax.ShapeDtypeStruct((8, 8, 1), np.float32),
-    "labels": jax.ShapeDtypeStruct((), np.int32),
-  }
-  return Shapes(example, num_classes=10)
-
-
-@shapes_from(_digits_shapes)
 def digits() -> Splits:
   """Loads scikit-learn's 1,797 images of handwritten digits.
 

@@ -202,23 +202,20 @@ def _read_batch(
       ]
       if not batches:
         raise StopIteration
-      batch = put(_join(batches))
+      batch = batches[0]
+      if len(batches) > 1:
+        for part in batches:
+          sharding.flatten(part)  # checks that its leaves have the same rows
+        # NumPy's error says how they differ: `bucket` does not pad the batch of
+        # each replica, and only their rows may differ.
+        join = lambda *arrays: np.concatenate(arrays)
+        batch = jax.tree.map(join, *batches)
+      batch = put(batch)
       if batch is not None:
         return _Item(batch, copy_state(source))
   except BaseException as error:
     # SystemExit too: it is raised again in the thread that calls `next`.
     return _Item(error=error)
-
-
-def _join(batches: list[PyTree]) -> PyTree:
-  """Concatenates batches along their rows."""
-  if len(batches) == 1:
-    return batches[0]
-  for batch in batches:
-    sharding.flatten(batch)  # checks that its leaves have the same rows
-  # NumPy's error says how they differ: `bucket` does not pad the batch of each
-  # replica, and only their rows may differ.
-  return jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
 
 
 def copy_state(source: Any) -> Any:

@@ -13,7 +13,6 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.data import sharding
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
@@ -131,7 +130,7 @@ class Padder:
       if key in arrays:
         mask = _combine_masks(key, np.asarray(arrays[key]), mask)
       arrays[key] = mask
-    out = self._put(arrays)
+    out = sharding.put(arrays, self._shardings)
     batch = jax.tree.unflatten(flat.tree, [out[p] for p in self._leaves])
     if key is None or key in self._leaves:
       return batch
@@ -265,25 +264,6 @@ class Padder:
         "short last one."
       )
     return padded
-
-  def _put(self, arrays: Mapping[str, sharding.Array]) -> dict[str, Any]:
-    """Assembles global arrays from the rows of each pipeline."""
-    # JAX would infer the shapes from the sharding, and multiply every dimension
-    # that is split over processes. Only the batch is: a process has full rows.
-    shapes = {
-      path: (x.shape[0] * self._count, *x.shape[1:])
-      for path, x in arrays.items()
-    }
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
-      return {
-        p: jax.ShapeDtypeStruct(shapes[p], x.dtype, sharding=self._shardings[p])
-        for p, x in arrays.items()
-      }
-    compile_only.check_can_run("sharding a batch of arrays", self.mesh)
-    out: dict[str, jax.Array] = jax.make_array_from_process_local_data(
-      self._shardings, dict(arrays), shapes
-    )
-    return out
 
 
 def _flatten(values: Any) -> dict[str, Any]:

@@ -229,6 +229,34 @@ def pad(path: str, x: Array, shape: tuple[int, ...]) -> Array:
   return out
 
 
+def put(
+  arrays: Mapping[str, Array], shardings: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Assembles global arrays from the rows of each pipeline.
+
+  Args:
+    arrays: The rows of this process's pipeline, by path.
+    shardings: The `NamedSharding` of each global array.
+  """
+  mesh = next(iter(shardings.values())).mesh
+  # JAX would infer the shapes from the sharding, and multiply every dimension
+  # that is split over processes. Only the batch is: a process has full rows.
+  count = len(pipelines(mesh).replicas)
+  shapes = {
+    path: (x.shape[0] * count, *x.shape[1:]) for path, x in arrays.items()
+  }
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
+    return {
+      p: jax.ShapeDtypeStruct(shapes[p], x.dtype, sharding=shardings[p])
+      for p, x in arrays.items()
+    }
+  compile_only.check_can_run("sharding a batch of arrays", mesh)
+  out: dict[str, jax.Array] = jax.make_array_from_process_local_data(
+    dict(shardings), dict(arrays), shapes
+  )
+  return out
+
+
 def put_rows(
   batch: Mapping[str, np.ndarray], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
@@ -239,22 +267,16 @@ def put_rows(
     wanted: The shapes, dtypes and shardings of the global arrays.
 
   Raises:
-    ValueError: The batch has another shape, or its numbers do not fit a dtype.
+    ValueError: The batch has other keys, shapes or dtypes, or numbers that do
+      not fit its dtype.
   """
-  shardings: dict[str, Any] = {key: x.sharding for key, x in wanted.items()}
-  count = len(pipelines(next(iter(shardings.values())).mesh).replicas)
-  shapes = {
-    key: jax.ShapeDtypeStruct((len(x) * count, *x.shape[1:]), dtype_of(x))
-    for key, x in batch.items()
-  }
-  if difference := trees.first_difference(shapes, wanted):
+  arrays = {key: pad(key, x, x.shape) for key, x in batch.items()}
+  given, expected = (
+    {key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for key, x in tree.items()}
+    for tree in (arrays, wanted)
+  )
+  if difference := trees.first_difference(given, expected):
     raise ValueError(
       f"config.data: a batch differs from the first one in {difference}."
     )
-  arrays = {key: pad(key, x, x.shape) for key, x in batch.items()}
-  # JAX would infer the shapes from the sharding, and multiply every dimension
-  # that is split over processes. Only the batch is: a process has full rows.
-  out: dict[str, jax.Array] = jax.make_array_from_process_local_data(
-    shardings, arrays, {key: x.shape for key, x in wanted.items()}
-  )
-  return out
+  return put(arrays, {key: x.sharding for key, x in wanted.items()})

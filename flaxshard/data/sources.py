@@ -175,16 +175,23 @@ class Windows:
     return {"inputs": window[:-1], "labels": window[1:]}
 
 
-def check_batch_size(argument: str, batch_size: int, splits: Splits) -> None:
-  """Raises a ValueError if a batch would have training examples twice."""
+def check_batch_size(
+  argument: str, batch_size: int, splits: Splits
+) -> int | None:
+  """Returns the number of training examples; None if they are a stream.
+
+  Raises:
+    ValueError: A batch would have examples twice.
+  """
   if is_stream(splits.train):
-    return
+    return None
   count = len(splits.train)  # type: ignore[arg-type]
   if batch_size > count:
     raise ValueError(
       f"{argument}={batch_size} must be at most {count}, the number of "
       "training examples."
     )
+  return count
 
 
 def is_stream(source: Any) -> bool:

@@ -1,12 +1,11 @@
 """The tasks of predicting a class for each label, and the next token."""
 
-# No `from __future__ import annotations`: clu's Collection needs the types of
-# its fields, not strings.
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clu import metrics as clu_metrics
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,23 +17,15 @@ from flaxshard.tasks import task as task_lib
 from flaxshard.tasks.apply import Apply
 from flaxshard.tasks.evaluation import Evaluation
 
+_mean = clu_metrics.Average.from_output
 
-@flax.struct.dataclass
-class Metrics(clu_metrics.Collection):
-  """Means over labels, without those where `mask` is False."""
-
-  loss: clu_metrics.Average.from_output("loss")  # type: ignore[valid-type]
-  accuracy: clu_metrics.Average.from_output("correct")  # type: ignore[valid-type]
-
-
-@flax.struct.dataclass
-class EvalMetrics(clu_metrics.Collection):
-  """`Metrics`, and how many of the model's outputs are probabilities."""
-
-  # Not derived from Metrics: clu reads the fields of the class itself alone.
-  loss: clu_metrics.Average.from_output("loss")  # type: ignore[valid-type]
-  accuracy: clu_metrics.Average.from_output("correct")  # type: ignore[valid-type]
-  probabilities: clu_metrics.Average.from_output("sums_to_one")  # type: ignore[valid-type]
+# Means over labels, without those where `mask` is False.
+_MEANS = {"loss": _mean("loss"), "accuracy": _mean("correct")}
+Metrics = clu_metrics.Collection.create(**_MEANS)
+# And how many of the model's outputs are probabilities.
+EvalMetrics = clu_metrics.Collection.create(
+  **_MEANS, probabilities=_mean("sums_to_one")
+)
 
 
 class Classification:
@@ -73,7 +64,11 @@ class Classification:
     logits, collections = apply_fn(params, batch["inputs"], rngs=rngs)
     values = _compare(logits, batch["labels"])
     if not train:
-      values["sums_to_one"] = _sums_to_one(logits)
+      # Wide enough for probabilities in bfloat16.
+      outputs = logits.astype(jnp.float32)
+      is_one = jnp.abs(outputs.sum(-1) - 1) < 0.01
+      is_probability = is_one & (outputs.min(-1) >= 0)
+      values["sums_to_one"] = is_probability.astype(jnp.float32)
     losses = values["loss"]
     if "weights" not in batch:
       return losses.mean(), task_lib.Aux(values, collections)
@@ -158,11 +153,3 @@ def _compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
     ),
     "correct": (logits.argmax(-1) == labels).astype(jnp.float32),
   }
-
-
-def _sums_to_one(logits: jax.Array) -> jax.Array:
-  """Returns 1.0 where the outputs are probabilities, as of a softmax."""
-  logits = logits.astype(jnp.float32)
-  # Wide enough for probabilities in bfloat16.
-  is_one = jnp.abs(logits.sum(-1) - 1) < 0.01
-  return (is_one & (logits.min(-1) >= 0)).astype(jnp.float32)

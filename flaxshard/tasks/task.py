@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import inspect
 from typing import Any, Protocol
 
@@ -101,6 +101,7 @@ class AdaptedTask:
 
   Args:
     task: The user's object.
+    metric_names: The names of its metrics.
 
   Attributes:
     task: The user's object.
@@ -116,11 +117,11 @@ class AdaptedTask:
     train_batches: None: batches are read from the data.
   """
 
-  def __init__(self, task: Any):
+  def __init__(self, task: Any, metric_names: Sequence[str]):
     self.task = task
     self.name = type(task).__name__
     self.metrics: type[clu_metrics.Collection] = task.metrics
-    self.metric_names = list(_fields(task.metrics))
+    self.metric_names = metric_names
     self.loss: Any = task.loss
     self.create_model: Any = getattr(task, "create_model", None)
     self.evaluate: Any = getattr(task, "evaluate", None)
@@ -283,7 +284,9 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
       f"{name}.metrics must be a class, a clu.metrics.Collection, got "
       f"{checks.describe(metrics)}."
     )
-  for field in _fields(metrics).values():
+  # Those of the class itself: clu does not read those of base classes.
+  fields = vars(metrics).get("__annotations__", {})
+  for field in fields.values():
     if isinstance(field, str):
       raise TypeError(
         f"{name}.metrics: the fields of {metrics.__name__} are strings, "
@@ -296,9 +299,4 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
         "cannot be merged under jax.jit. Collect values in the task's "
         "`evaluate`."
       )
-  return AdaptedTask(task)
-
-
-def _fields(metrics: type[clu_metrics.Collection]) -> dict[str, Any]:
-  # Those of the class itself: clu does not read those of base classes.
-  return vars(metrics).get("__annotations__", {})
+  return AdaptedTask(task, list(fields))

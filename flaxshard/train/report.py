@@ -17,6 +17,7 @@ from typing import Any
 
 from etils import epath
 import jax
+import optax
 
 from flaxshard.core import files
 from flaxshard.core import parameter_groups
@@ -65,7 +66,7 @@ def log_state(state: TrainState, *, is_new: bool) -> None:
     _log.warning("%s", description.note)
   if is_new:
     _log.info("parameters:\n%s", describe.describe(state.params))
-  size = lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+  size = optax.tree.size
   trained = size(parameter_groups.drop_frozen(state.tx, state.params))
   frozen = size(state.params) - trained
   if isinstance(state.apply_fn, lora.Apply):
@@ -115,9 +116,7 @@ def open_report(
 
     def write_row(step: int, row: Row, flush: bool = False) -> None:
       for writer in writers:
-        writer.write(step, row)
-        if flush or not files.is_bucket(workdir):
-          writer.flush()
+        writer.write(step, row, flush or not files.is_bucket(workdir))
       for line in format_row(step, row):
         _log.info("%s", line)
       update_bar(step, row)
@@ -138,34 +137,32 @@ class MetricsFile:
   """
 
   def __init__(self, workdir: str, last_step: int):
-    kept = [row for row in read_rows(workdir) if row["step"] <= last_step]
     self._path = os.path.join(workdir, _METRICS_FILE)
-    self._text = "".join(json.dumps(row) + "\n" for row in kept)
+    self._text = ""
+    for row in read_rows(workdir):
+      if row["step"] <= last_step:
+        self._text += json.dumps(row) + "\n"
     # A crash while the file is rewritten must not lose the earlier rows.
     files.write_text(self._path, self._text)
 
-  def write(self, step: int, row: Row) -> None:
-    """Appends a row: values by name."""
+  def write(self, step: int, row: Row, flush: bool = True) -> None:
+    """Appends a row: values by name; in a bucket, on disk with `flush`."""
     finite = {
       key: value if value is None or math.isfinite(value) else None
       for key, value in row.items()
     }
     line = json.dumps({"step": step, **finite}) + "\n"
-    # An object in a bucket cannot be appended to.
-    if files.is_bucket(self._path):
-      self._text += line
-      return
-    with open(self._path, "a") as f:
-      f.write(line)
-
-  def flush(self) -> None:
-    """Writes the object in a bucket again; a killed process loses its rows."""
-    if files.is_bucket(self._path):
-      files.write_text(self._path, self._text)
+    self._text += line
+    if not files.is_bucket(self._path):
+      with open(self._path, "a") as f:
+        f.write(line)
+    elif flush:
+      self.close()
 
   def close(self) -> None:
-    """Flushes the file."""
-    self.flush()
+    """Writes an object in a bucket again: nothing can be appended to it."""
+    if files.is_bucket(self._path):
+      files.write_text(self._path, self._text)
 
 
 def read_rows(workdir: str) -> list[dict[str, Any]]:
@@ -275,8 +272,8 @@ class _Events:
       # TensorBoard drops events at or after the step of a START event.
       self._write(first_step + 1, session_log={"status": "START"})
 
-  def write(self, step: int, row: Row) -> None:
-    """Writes a row of metrics."""
+  def write(self, step: int, row: Row, flush: bool) -> None:
+    """Writes a row of metrics; with `flush` it is on disk then."""
     values = []
     for name, value in row.items():
       if value is not None:
@@ -285,16 +282,14 @@ class _Events:
         tag = f"{metric}/{split}" if split in ("train", "eval") else name
         values.append({"tag": tag, "simple_value": value})
     self._write(step, summary={"value": values})
+    if flush:
+      self._writer.flush()
 
   def _write(self, step: int, **content: Any) -> None:
     from tensorboardX.proto import event_pb2
 
     event = event_pb2.Event(wall_time=time.time(), step=step, **content)
     self._writer.write_event(event)
-
-  def flush(self) -> None:
-    """Puts the events on disk."""
-    self._writer.flush()
 
   def close(self) -> None:
     """Closes the file."""

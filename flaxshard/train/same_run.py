@@ -238,7 +238,10 @@ def restore_or_create(
     "All processes must read the same checkpoints.",
   )
   if latest_step is None:
-    return _initialize(config.init_from, setup.create_state()), 0
+    state = setup.create_state()
+    if config.init_from.path:
+      state = _initialize(config.init_from, state)
+    return state, 0
   with multihost.raise_on_all_processes(ValueError):
     if jax.process_index() == 0:
       check_earlier_run(setup, workdir, latest_step)
@@ -252,10 +255,8 @@ def restore_or_create(
 
 
 def _initialize(init_from: Any, state: TrainState) -> TrainState:
-  """Returns a new state with the parameters of `config.init_from`, if any."""
+  """Returns a new state with the parameters of `config.init_from`."""
   arguments = init_from.to_dict()
-  if not arguments["path"]:
-    return state
   if arguments["step"] < 0:
     arguments["step"] = None
   arguments["item"] = arguments["item"] or None

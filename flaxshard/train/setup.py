@@ -6,7 +6,7 @@ reported within seconds. A plan uses it too, for devices that need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 import contextlib
 import functools
 from typing import Any
@@ -70,6 +70,8 @@ class Setup:
     known: The shapes of the data, if they are known: nothing is read.
 
   Attributes:
+    has_eval_data: Whether there is evaluation data.
+    num_train_examples: Number of training examples; None if it is not known.
     batch_size: Examples in a batch, of this worker alone if there are several.
     schedule: The learning rate, as a function of the applied updates.
     abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
@@ -96,11 +98,15 @@ class Setup:
     self.task, self.shapes, self.splits = load.load(
       config, task, shapes_only=shapes_only, known=known
     )
+    self.has_eval_data = False
+    self.num_train_examples = None
     if self.splits is not None:
-      sources.check_batch_size(
+      self.has_eval_data = self.splits.eval is not None
+      self.num_train_examples = sources.check_batch_size(
         "config.batch_size", config.batch_size, self.splits
       )
     self.batch_size = config.batch_size // rank.num_workers
+    self._rows = sharding.pipeline_rows(strategy.mesh, self.batch_size)
     tx, self.schedule = optimizer.create(config)
     self._tx = sparse_optimizer.wrap(
       tx, config.sparse, config.sparse_semantics, prefix="config."
@@ -179,13 +185,6 @@ class Setup:
       is_type_error = isinstance(e, TypeError)
       kind = checks.ArgumentTypeError if is_type_error else ValueError
       raise kind(f"{its_model} with {its_data}: {e}") from e
-
-  @property
-  def num_train_examples(self) -> int | None:
-    """The number of training examples; None if it is not known."""
-    if self.splits is None or sources.is_stream(self.splits.train):
-      return None
-    return len(self.splits.train)  # type: ignore[arg-type]
 
   # The steps.
 
@@ -378,7 +377,7 @@ class Setup:
       collate=self.task.collate,
       # Rows of the batch of all workers.
       batch_size=self.config.batch_size,
-      rows=[first_row + row for row in self._rows()],
+      rows=[first_row + row for row in self._rows],
     )
     # Training batches are never padded: the data repeats.
     put = functools.partial(sharding.put_rows, wanted=self._batch)
@@ -395,11 +394,6 @@ class Setup:
       return batches.next_batch(state)
     return next(batches)
 
-  @property
-  def has_eval_data(self) -> bool:
-    """Whether there is evaluation data."""
-    return self.splits is not None and self.splits.eval is not None
-
   def open_eval_batches(self) -> DistributedIterator:
     """Returns an iterator over the evaluation batches, a context manager.
 
@@ -415,16 +409,12 @@ class Setup:
       collate=self.task.collate,
       # Each worker evaluates its center with all examples.
       batch_size=self.batch_size,
-      rows=self._rows(),
+      rows=self._rows,
     )
     return DistributedIterator(
       iter(batches),
       functools.partial(sharding.put_rows, wanted=self._eval_batch),
     )
-
-  def _rows(self) -> Sequence[int]:
-    """Returns the rows of a batch that this process reads."""
-    return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
 
 
 def _create_wrappers(config: Any) -> stack.Wrappers:

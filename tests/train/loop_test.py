@@ -75,8 +75,8 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
 
   write = report.MetricsFile.write
 
-  def write_and_crash(self, step, row):
-    write(self, step, row)
+  def write_and_crash(self, step, row, flush):
+    write(self, step, row, flush)
     if step == 6:
       raise KeyboardInterrupt  # the row is written, the checkpoint is of step 4
 
