@@ -93,6 +93,9 @@ class Arrays:
     (4, 8, 8)
   """
 
+  inputs: np.ndarray
+  labels: np.ndarray
+
   def __init__(
     self,
     inputs: np.ndarray | None = None,
@@ -101,6 +104,7 @@ class Arrays:
   ):
     named = {"inputs": inputs, "labels": labels, **arrays}
     self.arrays = {k: x for k, x in named.items() if x is not None}
+    vars(self).update(self.arrays, arrays=self.arrays)
     lengths = {name: len(x) for name, x in self.arrays.items()}
     if len(set(lengths.values())) != 1:
       raise ValueError(
@@ -115,14 +119,6 @@ class Arrays:
   def __getitem__(self, index: SupportsIndex) -> Example:
     """Returns example `index`."""
     return {name: x[index] for name, x in self.arrays.items()}
-
-  def __getattr__(self, name: str) -> np.ndarray:
-    """Returns the array of a name."""
-    # While it is unpickled, there is no `self.arrays` yet.
-    arrays = vars(self).get("arrays", {})
-    if name not in arrays:
-      raise AttributeError(f"Arrays has no array {name!r}.")
-    return arrays[name]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

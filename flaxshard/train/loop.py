@@ -132,7 +132,9 @@ def _run(
   workdir = devices.folder_of_worker(root, rank.worker_id)
   with multihost.raise_on_all_processes(ValueError):
     files.check_writable("workdir", workdir)
-  same_run.check_workdir(workdir)
+  is_alone = multihost.process_count() == 1
+  if not is_alone:
+    same_run.check_workdir(workdir)
   report.require_packages(config.writer)
   call_hooks = None
   if hooks or config.hooks:
@@ -145,7 +147,8 @@ def _run(
   setup = setup_lib.Setup(config, strategy, task, rank)
   lowered = setup.lowered_train_step
   evaluation_lib.check_metrics(setup)
-  same_run.check_setup(setup)
+  if not is_alone:
+    same_run.check_setup(setup)
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
