@@ -129,11 +129,7 @@ def find(
   if not needs_coordinator:
     del arguments["coordinator_address"]
   # The name under which a value was found, and the value, by field.
-  found = {
-    field: (field, value)
-    for field, value in arguments.items()
-    if value is not None
-  }
+  found: dict[str, tuple[str, Any]] = {}
 
   def read(field: str, variable: str) -> None:
     """Adds the value of a variable, if it is set and the field is not found."""
@@ -142,7 +138,9 @@ def find(
       value = environ[variable] if is_address else _integer(environ, variable)
       found[field] = variable, value
 
-  for field in arguments:
+  for field, given in arguments.items():
+    if given is not None:
+      found[field] = field, given
     read(field, _VARIABLES[field])
   if "num_processes" in found:
     read("process_id", _POD_INDEX)
@@ -219,13 +217,12 @@ def has_tpu(environ: Mapping[str, str]) -> bool:
   return environ.get("TPU_ML_PLATFORM") == "JAX"
 
 
-def use_devices(local_device_ids: tuple[int, ...] | None) -> None:
+def use_devices(ids: tuple[int, ...] | None) -> None:
   """Makes JAX start with some of the GPUs of this machine.
 
   Args:
-    local_device_ids: Their indices; None for all.
+    ids: Their indices; None for all.
   """
-  ids = local_device_ids
   visible = "all" if ids is None else ",".join(map(str, ids))
   # As jax.distributed.initialize does it. Without GPUs they have no effect.
   jax.config.update("jax_cuda_visible_devices", visible)

@@ -264,14 +264,13 @@ def has_failed() -> bool:
 
 
 def end(code: int) -> NoReturn:
-  """Ends this process at once, after a failure was published.
+  """Ends this process at once, if `has_failed`.
 
   Args:
     code: The exit code.
   """
-  if _watcher is not None:
-    _watcher.end(code)
-  os._exit(code)
+  assert _watcher is not None
+  _watcher.end(code)
 
 
 def _exit_code(error: BaseException) -> int:
