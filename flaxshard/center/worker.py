@@ -262,11 +262,11 @@ class Worker:
       StoreError: The store cannot be reached for `deadline` seconds.
     """
     self._check_running("finish")
-    for fragment in range(self._options.fragments):
+    fragments = range(self._options.fragments)
+    for fragment in fragments:
       state = self._receive(state, fragment)
-      if fragment in self._overdue(state):
-        state = self._receive(self._send(state, fragment), fragment)
-    if self._overdue(state):
+      state = self._receive(self._send(state, fragment), fragment)
+    if any(self._is_due(state, fragment) for fragment in fragments):
       _log.warning(
         "worker %d ends, and its last local steps are not in the center: the "
         "commit before them is not merged: fewer than quorum=%d workers are "
@@ -391,7 +391,7 @@ class Worker:
   def _exchange(self, state: Any) -> Any:
     """Sends the commits that are due, and takes the results that have come."""
     self._ask()
-    for fragment in self._overdue(state):
+    for fragment in range(self._options.fragments):
       state = self._send(state, fragment)
     for fragment, exchange in [*self._exchanges.items()]:
       if exchange.key.step + self._options.delay <= self._last_step:
@@ -406,7 +406,9 @@ class Worker:
     return state
 
   def _send(self, state: Any, fragment: int) -> Any:
-    """Takes a commit out of the state and starts its exchange."""
+    """Takes a commit that is due out of the state and starts its exchange."""
+    if not self._is_due(state, fragment):
+      return state
     # One at a time: until its result has come, the next one grows.
     state = self._receive(state, fragment, wait=False)
     if fragment in self._exchanges or self.is_finished:
@@ -458,14 +460,10 @@ class Worker:
     self._results.append((took, versions, head.workers))
     return self._layout.pull(state, fragment, head, parts)
 
-  def _overdue(self, state: Any) -> list[int]:
-    """Returns the fragments whose last commit is older than the one due."""
-    sent = train_states.find(state)[1].sent.tolist()
-    return [
-      fragment
-      for fragment, step in enumerate(sent)
-      if step < agn_store.last_due(self._agn, fragment, self._last_step)
-    ]
+  def _is_due(self, state: Any, fragment: int) -> bool:
+    """Returns whether the last commit of a fragment is older than one due."""
+    sent = int(train_states.find(state)[1].sent[fragment])
+    return sent < agn_store.last_due(self._agn, fragment, self._last_step)
 
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
