@@ -9,13 +9,11 @@ its own wrapper states and collections.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flax import nnx
 from flax.training import train_state as flax_train_state
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
@@ -43,18 +41,23 @@ class Leaf(NamedTuple):
     path: Its path.
     kind: `OWN`, `SHARED` or `SPLIT`.
     wrappers: The wrappers of the TrainState that it is part of, or None.
-    shape: Of an argument on the mesh its shape, dtype and sharding, else None.
+    sharding: Of an argument that is on the mesh, else None.
   """
 
   path: Any
   kind: str
   wrappers: tuple[base.Base, ...] | None
-  shape: Any = None
+  sharding: Any = None
 
   @property
   def argument(self) -> str:
     """Its path in the arguments of a call, for messages."""
     return f"argument {trees.path_string(self.path[1:])}"
+
+  @property
+  def replica_spec(self) -> P:
+    """Which dimensions of an argument are split over the replicas."""
+    return specs_lib.only(self.sharding.spec, [mesh_lib.REPLICA])
 
 
 def is_state(x: Any) -> bool:
@@ -129,21 +132,24 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
       is sharded on another mesh, has integers that do not fit their dtype in
       JAX, or is not the same in all processes.
   """
-  where = f"run: {leaf.argument}"
   placed = x
   if not isinstance(x, jax.core.Tracer):
-    if not trees.is_array(x):
+    if isinstance(x, jax.Array):
+      if x.is_deleted():
+        raise ValueError(
+          f"run: {leaf.argument} is deleted: it was donated to an earlier call."
+        )
+    elif trees.is_array(x):
+      trees.check_integers(f"run: {leaf.argument}", x)
+    else:
       raise TypeError(
-        f"{where} must be an array or a number, got {checks.describe(x)}. "
-        "Values of other types are bound to the function: "
-        "functools.partial(fn, name=value), created once."
+        f"run: {leaf.argument} must be an array or a number, got "
+        f"{checks.describe(x)}. Values of other types are bound to the "
+        "function: functools.partial(fn, name=value), created once."
       )
-    trees.check_integers(where, x)
-    if isinstance(x, jax.Array) and x.is_deleted():
-      raise ValueError(
-        f"{where} is deleted: it was donated to an earlier call."
-      )
-    target = _sharding_on(mesh, where, x, leaf.kind)
+    target = _sharding_on(mesh, x, leaf)
+    if getattr(x, "sharding", None) == target:
+      return x
     if isinstance(x, jax.ShapeDtypeStruct) or compile_only.is_compile_only(
       mesh
     ):
@@ -151,43 +157,46 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
     try:
       placed = mesh_lib.put(x, target)
     except AssertionError as e:  # JAX has compared the processes
-      raise ValueError(f"{where} must be the same in all processes: {e}") from e
+      raise ValueError(
+        f"run: {leaf.argument} must be the same in all processes: {e}"
+      ) from e
   # A NumPy array is traced only now, if `run` is called inside jax.jit.
   if isinstance(placed, jax.core.Tracer):
     raise TypeError(
-      f"{where} is traced: a Strategy compiles by itself. Call it outside of "
-      "jax.jit, jax.grad, jax.vmap, jax.eval_shape and run; for several steps "
-      "in one program there is run_steps."
+      f"run: {leaf.argument} is traced: a Strategy compiles by itself. Call it "
+      "outside of jax.jit, jax.grad, jax.vmap, jax.eval_shape and run; for "
+      "several steps in one program there is run_steps."
     )
   return placed
 
 
-def _sharding_on(mesh: Mesh, where: str, x: Any, kind: str) -> NamedSharding:
+def _sharding_on(mesh: Mesh, x: Any, leaf: Leaf) -> NamedSharding:
   """Returns the sharding with which an argument enters the program."""
   replicas = mesh.shape[mesh_lib.REPLICA]
-  if kind == OWN and np.shape(x)[:1] != (replicas,):
+  if leaf.kind == OWN and np.shape(x)[:1] != (replicas,):
     raise ValueError(
-      f"{where}, which each replica has for itself, must have the {replicas} "
-      f"replicas as its first dimension, got shape {np.shape(x)}."
+      f"run: {leaf.argument}, which each replica has for itself, must have the "
+      f"{replicas} replicas as its first dimension, got shape {np.shape(x)}."
     )
   sharding = getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
-    return default_sharding(mesh, kind)
+    return default_sharding(mesh, leaf.kind)
   if sharding.mesh != mesh:
     # A whole copy can be moved. The parts of a batch of another strategy lie on
     # the wrong devices, or in the wrong order: most likely a mistake.
-    if kind != OWN and not sharding.is_fully_replicated:
+    if leaf.kind != OWN and not sharding.is_fully_replicated:
       raise ValueError(
-        f"{where} is sharded on another mesh, of other axes or devices, or in "
-        f"another order: {sharding}. Shard it on strategy.mesh, {mesh}."
+        f"run: {leaf.argument} is sharded on another mesh, of other axes or "
+        f"devices, or in another order: {sharding}. Shard it on strategy.mesh, "
+        f"{mesh}."
       )
-    return default_sharding(mesh, kind)
+    return default_sharding(mesh, leaf.kind)
   spec = sharding.spec
-  if kind == SHARED:
+  if leaf.kind == SHARED:
     # XLA returns the state with this form of the spec. Any other form would
     # make the second step compile again.
     spec = specs_lib.shortest(spec, mesh)
-  elif kind == OWN and not values.has_replica_axis(spec):
+  elif leaf.kind == OWN and not values.has_replica_axis(spec):
     spec = P(mesh_lib.REPLICA, *spec[1:])
   # An array that was offloaded to host memory stays there.
   return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
@@ -201,80 +210,62 @@ def default_sharding(mesh: Mesh, kind: str) -> NamedSharding:
 # -- Between the view of all replicas and that of one.
 
 
-def to_local(tree: PyTree) -> PyTree:
-  """Puts this replica's row in place of every per-replica leaf.
+def to_local(node: Any) -> Any:
+  """Returns a node of the arguments as a replica sees it, without `PerReplica`.
 
   Args:
-    tree: The arguments in the body of `jax.shard_map`, where a per-replica leaf
-      has one row.
+    node: A TrainState, a `PerReplica`, or an array. Of what each replica has
+      for itself it has this replica's row.
   """
-
-  def convert(node: Any) -> Any:
-    if values.is_per_replica(node):
-      return jax.tree.map(lambda x: x[0], node.value)
-    if not is_state(node):
-      return node
-    if wrappers := getattr(node, "wrappers", ()):
-      states = stack.map_per_replica(
-        lambda name, x: x[0], wrappers, node.wrapper_states
-      )
-      node = _swap_collections(node, states)
-    # Not without one: Flax's own TrainState has no such field.
-    if values.paths_of_per_replica(node):
-      fields = fields_lib.array_fields(node)
-      own_paths = values.paths_of_per_replica(fields)
-      node = node.replace(**to_local(fields), own_paths=own_paths)
+  if values.is_per_replica(node):
+    return node.value
+  if not is_state(node):
     return node
+  node = _swap_collections(node)
+  fields = fields_lib.array_fields(node)
+  own_paths = values.paths_of_per_replica(fields)
+  # Not without one: Flax's own TrainState has no such field.
+  if own_paths:
+    fields = jax.tree.map(to_local, fields, is_leaf=values.is_per_replica)
+    node = node.replace(**fields, own_paths=own_paths)
+  return node
 
-  return jax.tree.map(convert, tree, is_leaf=is_node)
 
-
-def to_global(tree: PyTree) -> PyTree:
-  """Undoes `to_local`, and makes every other value a `PerReplica`.
+def to_global(node: Any) -> Any:
+  """Undoes `to_local` on a node of what a function returned.
 
   Args:
-    tree: What the function returned: TrainStates, and trees of arrays.
+    node: A TrainState, a `Replicated`, or an array, which becomes a
+      `PerReplica`.
 
   Raises:
     TypeError: The function returned a `PerReplica`.
   """
-
-  def row(tree: PyTree) -> values.PerReplica:
-    # With the axis of the replicas, of length 1.
-    return values.PerReplica(jax.tree.map(lambda x: jnp.asarray(x)[None], tree))
-
-  def convert(node: Any) -> Any:
-    if values.paths_of_per_replica(node):
-      raise TypeError(
-        "run: fn returned a PerReplica. fn must return this replica's value; "
-        "run returns a PerReplica with the values of all replicas."
-      )
-    if not is_node(node):
-      return row(node)
-    if own_paths := getattr(node, "own_paths", None):
-      fields = jax.tree.map_with_path(
-        lambda path, x: row(x) if path in own_paths else x,
-        fields_lib.array_fields(node),
-        is_leaf=lambda path, _: path in own_paths,
-        is_leaf_takes_path=True,
-      )
-      node = node.replace(**fields, own_paths=frozenset())
-    if wrappers := getattr(node, "wrappers", ()):
-      node = _swap_collections(node, node.wrapper_states)
-      states = stack.add_replica_axis(wrappers, node.wrapper_states)
-      node = node.replace(wrapper_states=states)
-    return node
-
-  return jax.tree.map(convert, tree, is_leaf=is_node)
+  if values.paths_of_per_replica(node):
+    raise TypeError(
+      "run: fn returned a PerReplica. fn must return this replica's value; "
+      "run returns a PerReplica with the values of all replicas."
+    )
+  if not is_node(node):
+    return values.PerReplica(node)
+  if own_paths := getattr(node, "own_paths", None):
+    fields = jax.tree.map_with_path(
+      lambda path, x: values.PerReplica(x) if path in own_paths else x,
+      fields_lib.array_fields(node),
+      is_leaf=lambda path, _: path in own_paths,
+      is_leaf_takes_path=True,
+    )
+    node = node.replace(**fields, own_paths=frozenset())
+  return _swap_collections(node)
 
 
-def _swap_collections(state: Any, states: Mapping[str, PyTree]) -> Any:
-  """Exchanges the state's collections for those of one replica."""
-  new, swapped = dict(states), dict[str, PyTree]()
-  for w in state.wrappers:
-    if stack.keeps_collections(states[w.name]):
-      kept = states[w.name].collections
-      given = {k: swapped.get(k, getattr(state, k)) for k in kept}
-      new[w.name] = states[w.name]._replace(collections=given)
-      swapped |= kept
-  return state.replace(wrapper_states=new, **swapped)
+def _swap_collections(state: Any) -> Any:
+  """Exchanges the collections of a state for those that a wrapper keeps."""
+  for w in getattr(state, "wrappers", ()):
+    kept = state.wrapper_states[w.name]
+    if stack.keeps_collections(kept):
+      given = {name: getattr(state, name) for name in kept.collections}
+      own = kept._replace(collections=given)
+      states = {**state.wrapper_states, w.name: own}
+      state = state.replace(wrapper_states=states, **kept.collections)
+  return state

@@ -64,9 +64,8 @@ class CompiledForms:
   donate_argnums: tuple[int, ...]
   reductions: program_lib.Reductions | None
 
-  def __post_init__(self) -> None:
-    self._compiled: dict[Any, Any] = {}
-    self._last_calls: dict[Any, _LastCall] = {}
+  _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
+  _last_calls: dict[Any, _LastCall] = dataclasses.field(default_factory=dict)
 
   def call(self, args: Any, kwargs: Any) -> PyTree:
     """Calls the function on each replica; see `Strategy.run`."""
@@ -135,14 +134,20 @@ class CompiledForms:
     key = treedef, tuple(x.sharding for x in placed)
     if key not in self._compiled:
       leaves = [
-        leaf._replace(shape=compile_only.abstract_array(x, x.sharding))
+        leaf._replace(sharding=x.sharding)
         for leaf, x in zip(leaves, placed, strict=True)
       ]
       # Batches that are no list have the steps as their first dimension.
       is_stacked = self.reductions is not None and not isinstance(args[1], list)
       batches = mistakes.check_arguments(self.mesh, values, leaves, is_stacked)
       run = functools.partial(
-        program_lib.run, self._function, self.mesh, treedef, leaves, batches
+        program_lib.run,
+        self.get_function,
+        self.reductions,
+        self.mesh,
+        treedef,
+        leaves,
+        batches,
       )
       # JAX sees the leaves as arguments, not the trees.
       donated = [
@@ -152,14 +157,6 @@ class CompiledForms:
       ]
       self._compiled[key] = jax.jit(run, donate_argnums=donated)
     return leaves, placed, self._compiled[key]
-
-  def _function(self) -> Function:
-    """Returns the function to trace."""
-    fn = self.get_function()
-    assert fn is not None
-    if self.reductions is None:
-      return fn
-    return functools.partial(program_lib.run_loop, fn, self.reductions)
 
 
 # The compiled forms, by options, of each function, and of each method of an

@@ -16,13 +16,14 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import values
 from flaxshard.strategy import arguments
 from flaxshard.strategy import same_state
 from flaxshard.wrappers import stack
 
 NamedSharding = jax.sharding.NamedSharding
+P = jax.sharding.PartitionSpec
+_WRAPPER_STATES = jax.tree_util.GetAttrKey("wrapper_states")
 # The cause of a difference after which no primitive is to blame.
 _OWN = "a replica's own data"
 
@@ -52,27 +53,17 @@ def check_arguments(
       is given in place of several.
   """
   replicas = mesh.shape[mesh_lib.REPLICA]
-  # Why a state may not be split over the replicas, by its wrappers.
-  notes: dict[Any, str | None] = {None: None}
   for wrappers in dict.fromkeys(x.wrappers for x in leaves if x.wrappers):
     stack.check_replicas(wrappers, replicas)
-    local = "" if stack.has_local_updates(wrappers) else None
-    notes[wrappers] = stack.divergence(wrappers) or local
   whole, is_split = [], False
   for x, leaf in zip(given, leaves, strict=True):
-    spec = leaf.shape.sharding.spec
-    over_replicas = mesh_lib.REPLICA in specs_lib.axes_in(spec)
+    spec = leaf.replica_spec
     if leaf.kind == arguments.SHARED:
-      note = notes.get(leaf.wrappers)
-      if over_replicas and note is not None:
-        raise ValueError(
-          f"run: {leaf.argument} is split over 'replica', {spec}, "
-          "though its wrappers let replicas step alone: split it over logical "
-          f"axes. {note}"
-        )
+      if spec != P() and leaf.wrappers:
+        _check_split(leaf)
       continue
     # What wrappers keep for each replica (AGN's local parameters) is no data.
-    is_split |= over_replicas and "wrapper_states" not in leaf.argument
+    is_split |= spec != P() and _WRAPPER_STATES not in leaf.path
     if leaf.kind == arguments.OWN:
       continue
     if is_stacked and leaf.path[1].idx == 1 and values.has_replica_axis(spec):
@@ -97,6 +88,18 @@ def check_arguments(
   return [] if is_split else whole
 
 
+def _check_split(leaf: arguments.Leaf) -> None:
+  """Raises a ValueError if replicas may differ in a leaf that they share."""
+  wrappers = leaf.wrappers or ()
+  note = stack.divergence(wrappers)
+  if note or stack.has_local_updates(wrappers):
+    raise ValueError(
+      f"run: {leaf.argument} is split over 'replica', {leaf.sharding.spec}, "
+      "though its wrappers let replicas step alone: split it over logical "
+      f"axes. {note or ''}"
+    )
+
+
 def _is_key(x: Any) -> bool:
   """Returns whether an input is a PRNG key, typed or raw."""
   if trees.is_prng_key(x):
@@ -109,7 +112,7 @@ def check_program(
   program: Any,
   num_replicas: int,
   leaves: Sequence[arguments.Leaf],
-  is_split: Sequence[bool],
+  in_specs: Sequence[P],
   results: Sequence[arguments.Leaf],
   batches: list[str],
 ) -> None:
@@ -119,7 +122,7 @@ def check_program(
     program: The traced function of a replica.
     num_replicas: The number of replicas.
     leaves: What its inputs are.
-    is_split: Whether each of them is split over the replicas.
+    in_specs: Which dimensions of each of them are split over the replicas.
     results: What its outputs are.
     batches: The arguments that look like batches, if none is split.
 
@@ -133,14 +136,12 @@ def check_program(
   checker = same_state.SameStateCheck(num_replicas)
   # All replicas are one group, unless wrappers keep groups of them apart.
   same = {
-    wrappers: checker.within(
-      stack.groups_of(wrappers or ()) or [range(num_replicas)]
-    )
+    wrappers: checker.within(stack.groups_of(wrappers or ()))
     for wrappers in {leaf.wrappers for leaf in (*leaves, *results)}
   }
   inputs = [
-    checker.own if split else same[leaf.wrappers]
-    for leaf, split in zip(leaves, is_split, strict=True)
+    same[leaf.wrappers] if spec == P() else checker.own
+    for leaf, spec in zip(leaves, in_specs, strict=True)
   ]
   found = list(zip(results, checker.run(program, inputs), strict=True))
   differing = [

@@ -9,6 +9,7 @@ function is a loop over batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -34,7 +35,8 @@ Reductions = tuple[Any, tuple[str | None, ...]]
 
 
 def run(
-  get_function: Callable[[], Callable[..., PyTree]],
+  get_function: Callable[[], Callable[..., PyTree] | None],
+  reductions: Reductions | None,
   mesh: jax.sharding.Mesh,
   treedef: Any,
   leaves: Sequence[Leaf],
@@ -45,6 +47,7 @@ def run(
 
   Args:
     get_function: Returns the function, when the program is traced.
+    reductions: See `calls.CompiledForms`.
     mesh: The strategy's mesh.
     treedef: The structure of `(args, kwargs)`.
     leaves: What the leaves of the arguments are.
@@ -53,19 +56,19 @@ def run(
   """
   in_specs, parts = [], []
   for x, leaf in zip(arrays, leaves, strict=True):
-    spec = leaf.shape.sharding.spec
-    if leaf.kind != arguments.SHARED:
-      in_specs.append(specs_lib.only(spec, [mesh_lib.REPLICA]))
-    else:
-      in_specs.append(P())
-      if mesh_lib.REPLICA in specs_lib.axes_in(spec):
-        # jax.shard_map gathers what is stored split over the replicas, but only
-        # where the axes are Auto.
-        spec = specs_lib.only(spec, mesh_lib.logical_axes(mesh))
-        x = mesh_lib.constrain(x, NamedSharding(mesh, spec))
+    spec = leaf.replica_spec
+    if leaf.kind == arguments.SHARED and spec != P():
+      # jax.shard_map gathers what is stored split over the replicas, but only
+      # where the axes are Auto.
+      whole = specs_lib.only(leaf.sharding.spec, mesh_lib.logical_axes(mesh))
+      x, spec = mesh_lib.constrain(x, NamedSharding(mesh, whole)), P()
+    in_specs.append(spec)
     parts.append(x)
-  shapes = treedef.unflatten(leaf.shape for leaf in leaves)
-  nodes = jax.tree.leaves(shapes, is_leaf=arguments.is_state)
+  shapes = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding)
+    for x, leaf in zip(arrays, leaves, strict=True)
+  ]
+  nodes = jax.tree.leaves(treedef.unflatten(shapes), is_leaf=arguments.is_state)
   states = list(filter(arguments.is_state, nodes))
   replicas = mesh.shape[mesh_lib.REPLICA]
   context = replica_context.ReplicaContext(
@@ -74,16 +77,30 @@ def run(
   returned: list[Any] = []
 
   def body(*arrays: jax.Array) -> tuple[dict[int, Any], dict[int, Any]]:
-    args, kwargs = arguments.to_local(treedef.unflatten(arrays))
+    rows = [
+      x[0] if leaf.kind == arguments.OWN else x
+      for x, leaf in zip(arrays, leaves, strict=True)
+    ]
+    args, kwargs = jax.tree.map(
+      arguments.to_local, treedef.unflatten(rows), is_leaf=arguments.is_node
+    )
+    fn = get_function()
+    assert fn is not None
+    if reductions is not None:
+      fn = functools.partial(run_loop, fn, reductions)
     with replica_context.activate(context):
-      out = _call(get_function(), args, kwargs)
+      out = _call(fn, args, kwargs)
     trees.check_arrays("run: what fn returned", out)
-    out = arguments.to_global(out)
+    out = jax.tree.map(arguments.to_global, out, is_leaf=arguments.is_node)
     kinds, values = arguments.flatten(out)
     returned[:] = jax.tree.structure(out), kinds
     # What each replica has for itself has another spec.
-    own = {i: x for i, x in enumerate(values) if kinds[i].kind == arguments.OWN}
-    shared = {i: x for i, x in enumerate(values) if i not in own}
+    shared, own = dict[int, Any](), dict[int, Any]()
+    for i, (leaf, x) in enumerate(zip(kinds, values, strict=True)):
+      if leaf.kind == arguments.OWN:
+        own[i] = jnp.asarray(x)[None]  # an axis of one replica
+      else:
+        shared[i] = x
     return shared, own
 
   mapped = jax.shard_map(
@@ -106,7 +123,7 @@ def run(
     program,
     replicas,
     leaves,
-    [spec != P() for spec in in_specs],
+    in_specs,
     [kinds[i] for i in order],
     batches,
   )
@@ -118,35 +135,34 @@ def run(
     program = rewrites.forget_mesh(program)
   results = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
   out = out_treedef.unflatten(results[i] for i in range(len(order)))
-  return _place(mesh, out, states)
+  place = functools.partial(_place, mesh, states)
+  return jax.tree.map(place, out, is_leaf=arguments.is_node)
 
 
-def _place(mesh: jax.sharding.Mesh, results: PyTree, arrived: list[Any]) -> Any:
-  """Gives the TrainStates among the results their shardings.
+def _place(mesh: jax.sharding.Mesh, arrived: list[Any], node: Any) -> Any:
+  """Gives a TrainState that a function returns its shardings.
 
   Args:
     mesh: The strategy's mesh.
-    results: What the program returns.
-    arrived: The states among the arguments, as shapes with shardings.
+    arrived: The states among the arguments, as shapes with shardings, that have
+      not come back yet.
+    node: A TrainState, or another part of the results.
   """
-
-  def place(node: Any) -> Any:
-    if isinstance(node, Replicated):
-      return node.value
-    if not arguments.is_state(node):
-      return node
-    treedef: Any = jax.tree.structure(node)
-    kinds, leaves = arguments.flatten(node)
+  if isinstance(node, Replicated):
+    return node.value
+  if not arguments.is_state(node):
+    return node
+  leaves, treedef = jax.tree.flatten(node)
+  # A state leaves with the shardings that it arrived with. Others would make
+  # the next step compile again.
+  for i, state in enumerate(arrived):
+    if jax.tree.structure(state) == treedef:
+      shardings = [x.sharding for x in jax.tree.leaves(arrived.pop(i))]
+      break
+  else:
+    kinds, _ = arguments.flatten(node)
     shardings = [arguments.default_sharding(mesh, x.kind) for x in kinds]
-    # A state leaves with the shardings that it arrived with. Others would make
-    # the next step compile again.
-    for i, state in enumerate(arrived):
-      if jax.tree.structure(state) == treedef:
-        shardings = [x.sharding for x in jax.tree.leaves(arrived.pop(i))]
-        break
-    return treedef.unflatten(map(mesh_lib.constrain, leaves, shardings))
-
-  return jax.tree.map(place, results, is_leaf=arguments.is_node)
+  return treedef.unflatten(map(mesh_lib.constrain, leaves, shardings))
 
 
 def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:

@@ -27,8 +27,6 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
 
-Groups = Sequence[Sequence[int]]
-
 # These run one program, with their own inputs and outputs.
 _CALLS = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"shard_map"}
 # These compute each output from the input in the same place alone.
@@ -102,7 +100,11 @@ class Fact(NamedTuple):
 
 
 @functools.cache
-def _combine(facts: frozenset[Fact]) -> Fact:
+def _join(facts: frozenset[Fact]) -> Fact:
+  """Returns the fact of a function of several values.
+
+  Replicas hold the same result if they hold the same values of all inputs.
+  """
   classes, history = zip(*facts, strict=True)
   return Fact.of(zip(*classes, strict=True), frozenset().union(*history))
 
@@ -122,10 +124,12 @@ class SameStateCheck:
     self.own = Fact.of(range(num_replicas))
     self.gradients: list[Fact] = []
 
-  def within(self, groups: Groups) -> Fact:
+  def within(self, groups: rows.Groups) -> Fact:
     """Returns the fact of a value that the replicas of each group share."""
+    if groups is None:
+      return self.constant
     first = {i: group[0] for group in groups for i in group}
-    return Fact.of(first.get(i, i) for i in self.own.classes)
+    return Fact.of(first[i] for i in self.own.classes)
 
   def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
     """Returns the facts of a program's outputs.
@@ -155,16 +159,6 @@ class SameStateCheck:
       known.update(zip(eqn.outvars, outputs, strict=True))
     return list(map(look_up, program.outvars))
 
-  def _join(self, facts: Iterable[Fact]) -> Fact:
-    """Returns the fact of a function of several values.
-
-    Replicas hold the same result if they hold the same values of all inputs.
-    """
-    distinct = {id(x): x for x in facts if x is not self.constant}
-    if len(distinct) < 2:
-      return next(iter(distinct.values()), self.constant)
-    return _combine(frozenset(distinct.values()))
-
   def _equation(self, eqn: Any, given: list[Fact]) -> list[Fact]:
     """Returns the facts of an equation's outputs."""
     # An asynchronous collective is two primitives. The second one, `*_done`, is
@@ -178,7 +172,8 @@ class SameStateCheck:
     if name == "cond":
       branches = [self.run(branch, given[1:]) for branch in params["branches"]]
       # Which branch is taken depends on the predicate.
-      return [self._join([given[0], *x]) for x in zip(*branches, strict=True)]
+      outputs = zip(*branches, strict=True)
+      return [_join(frozenset((given[0], *x))) for x in outputs]
     if name == "while":
       return self._while(params, given)
     if name == "scan":
@@ -187,13 +182,12 @@ class SameStateCheck:
       return self._loop(step, carry)
     if name == "name":
       return [self._named(params["name"], given[0])]
-    if name in _INDEXED and any(x.history & {KEY, NUMBER} for x in given[1:]):
-      return [self._join(given).after(NUMBER)]
-    if not _names_replicas(_axes(params)):
+    axes = specs_lib.axes_of(params.get("axes", params.get("axis_name")))
+    if mesh_lib.REPLICA not in axes:
       return [self._unfollowed(eqn, given)] * len(eqn.outvars)
     if name == "axis_index":
       return [self.own.after(NUMBER)]
-    return [self._collective(name, params, x) for x in given]
+    return [self._collective(name, params, axes, x) for x in given]
 
   def _while(self, params: Any, given: list[Fact]) -> list[Fact]:
     first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -203,7 +197,7 @@ class SameStateCheck:
       # The condition decides how often the body runs.
       (goes_on,) = self.run(params["cond_jaxpr"], condition + carry)
       new = self.run(params["body_jaxpr"], body + carry)
-      return [self._join([x, goes_on]) for x in new]
+      return [_join(frozenset((x, goes_on))) for x in new]
 
     return self._loop(step, given[first + second :])
 
@@ -219,7 +213,7 @@ class SameStateCheck:
     """
     while True:
       out = step(carry)
-      new = list(map(self._join, zip(carry, out, strict=False)))
+      new = [_join(frozenset(x)) for x in zip(carry, out, strict=False)]
       if new == carry:
         return carry + out[len(carry) :]
       carry = new
@@ -237,7 +231,9 @@ class SameStateCheck:
       self.gradients.append(x)
     return x
 
-  def _collective(self, name: str, params: Any, x: Fact) -> Fact:
+  def _collective(
+    self, name: str, params: Any, axes: tuple[str, ...], x: Fact
+  ) -> Fact:
     """Returns the fact of a collective's result for one operand."""
     if name in _SUMS and not x.is_replicated:
       x = x.after(SUMMED)
@@ -249,7 +245,7 @@ class SameStateCheck:
       values = self.constant.classes
     # The numbers in groups and permutations are those of replicas only if no
     # other axis is flattened with the replica axis.
-    elif _axes(params) == (mesh_lib.REPLICA,):
+    elif axes == (mesh_lib.REPLICA,):
       if name in _REDUCTIONS:
         members = {i: group for group in groups for i in group}
         # Groups whose members hold the same values, in the same order, have
@@ -264,31 +260,19 @@ class SameStateCheck:
 
   def _unfollowed(self, eqn: Any, given: list[Fact]) -> Fact:
     """Returns the output of an equation as a function of all its inputs."""
-    name, found = eqn.primitive.name, self._join(given)
+    name, found = eqn.primitive.name, _join(frozenset((self.constant, *given)))
     # A collective in the body of a kernel, or one that this check has no rule
     # for, makes the result more than a function of the inputs.
-    if name in _IMPURE or _mentions_replicas(eqn):
+    if name in _IMPURE or _names_replicas(eqn):
       return Fact.of(self.own.classes, found.after(name).history)
     if name in _OPAQUE:
       return Fact.of(found.classes, found.after(name).history)
+    if name in _INDEXED and any(x.history & {KEY, NUMBER} for x in given[1:]):
+      return found.after(NUMBER)
     return found
 
 
-def _axes(params: Any) -> tuple[Any, ...]:
-  """Returns the axes over which an equation communicates."""
-  return specs_lib.axes_of(params.get("axes", params.get("axis_name")))
-
-
-def _names_replicas(value: Any) -> bool:
-  """Returns whether a parameter of an equation is, or has, the replica axis."""
-  # By type first: a NumPy array in a tuple would compare element by element.
-  return any(
-    isinstance(x, str) and x == mesh_lib.REPLICA
-    for x in (value if isinstance(value, tuple) else (value,))
-  )
-
-
-def _mentions_replicas(eqn: Any) -> bool:
+def _names_replicas(eqn: Any) -> bool:
   """Returns whether an equation, or a program in it, names the replica axis."""
   params = dict(eqn.params)
   if eqn.primitive.name == "call_hi_primitive":
@@ -296,8 +280,13 @@ def _mentions_replicas(eqn: Any) -> bool:
     for value in eqn.params.values():
       params |= vars(value)
   params.pop("name", None)
-  return any(map(_names_replicas, params.values())) or any(
-    _mentions_replicas(inner)
+  return any(
+    # By type first: a NumPy array in a tuple would compare element by element.
+    isinstance(x, str) and x == mesh_lib.REPLICA
+    for value in params.values()
+    for x in (value if isinstance(value, tuple) else (value,))
+  ) or any(
+    _names_replicas(inner)
     for program in core.jaxprs_in_params(params)
     for inner in program.eqns
   )
