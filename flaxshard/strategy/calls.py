@@ -20,11 +20,11 @@ from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
-from flaxshard.strategy import program as program_lib
-from flaxshard.strategy.arguments import Leaf
+from flaxshard.strategy import program
+from flaxshard.strategy.program import Function
+from flaxshard.strategy.program import Options
 
 PyTree = Any
-Function = Callable[..., PyTree]
 
 
 def waits(mesh: jax.sharding.Mesh) -> bool:
@@ -43,7 +43,7 @@ class _LastCall(NamedTuple):
 
   jitted: Any
   shardings: list[Any]
-  move: list[Leaf | None]
+  move: list[arguments.Leaf | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,17 +53,11 @@ class CompiledForms:
   Attributes:
     get_function: Returns the function, when a program is traced. It is a weak
       reference: the cache must not keep the function alive.
-    mesh: The strategy's mesh.
-    donate_argnums: The positions of arguments that may be overwritten.
-    reductions: Of a function for `Strategy.run_steps`: how the outputs of the
-      last step are reduced; else None.
+    options: How it is compiled.
   """
 
   get_function: Callable[[], Function | None]
-  mesh: jax.sharding.Mesh
-  donate_argnums: tuple[int, ...]
-  reductions: program_lib.Reductions | None
-
+  options: Options
   _compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
   _last_calls: dict[Any, _LastCall] = dataclasses.field(default_factory=dict)
 
@@ -86,7 +80,7 @@ class CompiledForms:
         ]
       )
     ):
-      compile_only.check_can_run("run", self.mesh)
+      compile_only.check_can_run("run", self.options.mesh)
       leaves, placed, jitted = self._prepare(args, kwargs)
       # An array that had to be moved will be moved in the next call too.
       move = [
@@ -96,13 +90,13 @@ class CompiledForms:
       last = _LastCall(jitted, shardings, move)
     else:
       placed = [
-        x if leaf is None else arguments.place(self.mesh, x, leaf)
+        x if leaf is None else arguments.place(self.options.mesh, x, leaf)
         for x, leaf in zip(values, last.move, strict=True)
       ]
     out = last.jitted(*placed)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
-    return jax.block_until_ready(out) if waits(self.mesh) else out
+    return jax.block_until_ready(out) if waits(self.options.mesh) else out
 
   def trace(self, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
@@ -111,25 +105,23 @@ class CompiledForms:
 
   def _prepare(
     self, args: Any, kwargs: Any
-  ) -> tuple[Sequence[Leaf], list[Any], Any]:
+  ) -> tuple[Sequence[arguments.Leaf], list[Any], Any]:
     """Returns what the leaves of arguments are, and these on the mesh.
 
     Returns:
       What each leaf is, the leaves on the mesh, and the jitted program for
       arguments like these.
     """
+    mesh, donate_argnums, reductions = self.options
     # Only a call shows how many arguments there are.
-    if any(not 0 <= i < len(args) for i in self.donate_argnums):
+    if any(not 0 <= i < len(args) for i in donate_argnums):
       raise ValueError(
-        f"donate_argnums={self.donate_argnums} must be positions of "
-        f"arguments, of which there are {len(args)}."
+        f"donate_argnums={donate_argnums} must be positions of arguments, of "
+        f"which there are {len(args)}."
       )
     arguments.refuse_modules((args, kwargs))
     leaves, values = arguments.flatten((args, kwargs))
-    placed = [
-      arguments.place(self.mesh, x, leaf)
-      for x, leaf in zip(values, leaves, strict=True)
-    ]
+    placed = list(map(functools.partial(arguments.place, mesh), values, leaves))
     treedef = jax.tree.structure((args, kwargs))
     key = treedef, tuple(x.sharding for x in placed)
     if key not in self._compiled:
@@ -138,22 +130,16 @@ class CompiledForms:
         for leaf, x in zip(leaves, placed, strict=True)
       ]
       # Batches that are no list have the steps as their first dimension.
-      is_stacked = self.reductions is not None and not isinstance(args[1], list)
-      batches = mistakes.check_arguments(self.mesh, values, leaves, is_stacked)
+      is_stacked = reductions is not None and not isinstance(args[1], list)
+      batches = mistakes.check_arguments(mesh, values, leaves, is_stacked)
       run = functools.partial(
-        program_lib.run,
-        self.get_function,
-        self.reductions,
-        self.mesh,
-        treedef,
-        leaves,
-        batches,
+        program.run, self.get_function, self.options, treedef, leaves, batches
       )
       # JAX sees the leaves as arguments, not the trees.
       donated = [
         i
         for i, leaf in enumerate(leaves)
-        if leaf.path[0].idx == 0 and leaf.path[1].idx in self.donate_argnums
+        if leaf.path[0].idx == 0 and leaf.path[1].idx in donate_argnums
       ]
       self._compiled[key] = jax.jit(run, donate_argnums=donated)
     return leaves, placed, self._compiled[key]
@@ -165,12 +151,7 @@ class CompiledForms:
 _forms: dict[Any, CompiledForms] = {}
 
 
-def compiled_forms(
-  fn: Function,
-  mesh: jax.sharding.Mesh,
-  donate_argnums: tuple[int, ...] = (),
-  reductions: program_lib.Reductions | None = None,
-) -> CompiledForms:
+def compiled_forms(fn: Function, options: Options) -> CompiledForms:
   """Returns the compiled forms of a function, which are dropped with it.
 
   `jax.jit` keeps compiled programs in the same way: a function that was run
@@ -180,9 +161,7 @@ def compiled_forms(
 
   Args:
     fn: The function.
-    mesh: See `CompiledForms`.
-    donate_argnums: See there.
-    reductions: See there.
+    options: How it is compiled.
 
   Raises:
     TypeError: `fn` is no function, or an object without weak references.
@@ -192,7 +171,6 @@ def compiled_forms(
   reference: type = weakref.ref
   if isinstance(fn, types.MethodType):
     owner, function, reference = fn.__self__, fn.__func__, weakref.WeakMethod
-  options = mesh, donate_argnums, reductions
   key = id(owner), function, options
   if key not in _forms:
     if not callable(fn):
@@ -200,7 +178,7 @@ def compiled_forms(
     # The number of a dead object may be given to a new one. First: it raises if
     # the object takes no weak reference.
     weakref.finalize(owner, _forms.pop, key, None).atexit = False
-    _forms[key] = CompiledForms(reference(fn), *options)
+    _forms[key] = CompiledForms(reference(fn), options)
   return _forms[key]
 
 
@@ -209,18 +187,18 @@ class CompiledFunction:
 
   Args:
     fn: The function.
+    options: How it is compiled.
     get_arguments: Returns the arguments of a call, by position and by name.
-    **options: See `compiled_forms`.
   """
 
   def __init__(
     self,
     fn: Function,
+    options: Options,
     get_arguments: Callable[..., tuple[Any, Any]] = lambda *a, **k: (a, k),
-    **options: Any,
   ):
     functools.update_wrapper(self, fn)
-    self._forms = compiled_forms(fn, **options)
+    self._forms = compiled_forms(fn, options)
     self._arguments = get_arguments
 
   def __call__(self, *args: Any, **kwargs: Any) -> PyTree:

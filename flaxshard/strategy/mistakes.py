@@ -59,8 +59,13 @@ def check_arguments(
   for x, leaf in zip(given, leaves, strict=True):
     spec = leaf.replica_spec
     if leaf.kind == arguments.SHARED:
-      if spec != P() and leaf.wrappers:
-        _check_split(leaf)
+      w = leaf.wrappers or ()
+      if spec != P() and (stack.groups_of(w) or stack.has_local_updates(w)):
+        raise ValueError(
+          f"run: {leaf.argument} is split over 'replica', "
+          f"{leaf.sharding.spec}, though its wrappers let replicas step alone: "
+          f"split it over logical axes. {stack.divergence(w) or ''}"
+        )
       continue
     # What wrappers keep for each replica (AGN's local parameters) is no data.
     is_split |= spec != P() and _WRAPPER_STATES not in leaf.path
@@ -86,18 +91,6 @@ def check_arguments(
     ):
       whole.append(f"{leaf.argument} of shape {x.shape}")
   return [] if is_split else whole
-
-
-def _check_split(leaf: arguments.Leaf) -> None:
-  """Raises a ValueError if replicas may differ in a leaf that they share."""
-  wrappers = leaf.wrappers or ()
-  note = stack.divergence(wrappers)
-  if note or stack.has_local_updates(wrappers):
-    raise ValueError(
-      f"run: {leaf.argument} is split over 'replica', {leaf.sharding.spec}, "
-      "though its wrappers let replicas step alone: split it over logical "
-      f"axes. {note or ''}"
-    )
 
 
 def _is_key(x: Any) -> bool:

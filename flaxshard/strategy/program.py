@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -25,21 +25,35 @@ from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
 from flaxshard.strategy import rewrites
-from flaxshard.strategy.arguments import Leaf
 
 PyTree = Any
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
+Function = Callable[..., PyTree]
 # The structure of a tree of reductions; each of them: None, "sum" or "mean".
 Reductions = tuple[Any, tuple[str | None, ...]]
 
 
+class Options(NamedTuple):
+  """How a function is compiled.
+
+  Attributes:
+    mesh: The strategy's mesh.
+    donate_argnums: The positions of arguments that may be overwritten.
+    reductions: Of a function for `Strategy.run_steps`: how the outputs of the
+      last step are reduced; else None.
+  """
+
+  mesh: jax.sharding.Mesh
+  donate_argnums: tuple[int, ...] = ()
+  reductions: Reductions | None = None
+
+
 def run(
-  get_function: Callable[[], Callable[..., PyTree] | None],
-  reductions: Reductions | None,
-  mesh: jax.sharding.Mesh,
+  get_function: Callable[[], Function | None],
+  options: Options,
   treedef: Any,
-  leaves: Sequence[Leaf],
+  leaves: Sequence[arguments.Leaf],
   batches: list[str],
   *arrays: jax.Array,
 ) -> PyTree:
@@ -47,27 +61,23 @@ def run(
 
   Args:
     get_function: Returns the function, when the program is traced.
-    reductions: See `calls.CompiledForms`.
-    mesh: The strategy's mesh.
+    options: How it is compiled.
     treedef: The structure of `(args, kwargs)`.
     leaves: What the leaves of the arguments are.
     batches: Those that look like batches, if none is split.
     *arrays: The leaves.
   """
-  in_specs, parts = [], []
+  mesh, in_specs, parts, shapes = options.mesh, [], [], []
   for x, leaf in zip(arrays, leaves, strict=True):
-    spec = leaf.replica_spec
+    spec, sharding = leaf.replica_spec, leaf.sharding
+    shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
     if leaf.kind == arguments.SHARED and spec != P():
       # jax.shard_map gathers what is stored split over the replicas, but only
       # where the axes are Auto.
-      whole = specs_lib.only(leaf.sharding.spec, mesh_lib.logical_axes(mesh))
-      x, spec = mesh_lib.constrain(x, NamedSharding(mesh, whole)), P()
+      gathered = specs_lib.only(sharding.spec, mesh_lib.logical_axes(mesh))
+      x, spec = mesh_lib.constrain(x, NamedSharding(mesh, gathered)), P()
     in_specs.append(spec)
     parts.append(x)
-  shapes = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding)
-    for x, leaf in zip(arrays, leaves, strict=True)
-  ]
   nodes = jax.tree.leaves(treedef.unflatten(shapes), is_leaf=arguments.is_state)
   states = list(filter(arguments.is_state, nodes))
   replicas = mesh.shape[mesh_lib.REPLICA]
@@ -86,8 +96,8 @@ def run(
     )
     fn = get_function()
     assert fn is not None
-    if reductions is not None:
-      fn = functools.partial(run_loop, fn, reductions)
+    if options.reductions is not None:
+      fn = functools.partial(run_loop, fn, options.reductions)
     with replica_context.activate(context):
       out = _call(fn, args, kwargs)
     trees.check_arrays("run: what fn returned", out)
@@ -152,7 +162,7 @@ def _place(mesh: jax.sharding.Mesh, arrived: list[Any], node: Any) -> Any:
     return node.value
   if not arguments.is_state(node):
     return node
-  leaves, treedef = jax.tree.flatten(node)
+  treedef: Any = jax.tree.structure(node)
   # A state leaves with the shardings that it arrived with. Others would make
   # the next step compile again.
   for i, state in enumerate(arrived):
@@ -162,10 +172,11 @@ def _place(mesh: jax.sharding.Mesh, arrived: list[Any], node: Any) -> Any:
   else:
     kinds, _ = arguments.flatten(node)
     shardings = [arguments.default_sharding(mesh, x.kind) for x in kinds]
+  leaves = jax.tree.leaves(node)
   return treedef.unflatten(map(mesh_lib.constrain, leaves, shardings))
 
 
-def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
+def _call(fn: Function, args: Any, kwargs: Any) -> PyTree:
   """Calls `fn`, and says in an error of JAX which axis the replicas are."""
   try:
     return fn(*args, **kwargs)
@@ -186,7 +197,7 @@ def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
 
 
 def run_loop(
-  step_fn: Callable[..., PyTree],
+  step_fn: Function,
   reductions: Reductions,
   state: PyTree,
   batches: PyTree,
@@ -232,9 +243,8 @@ def run_loop(
   context = replica_context.get_replica_context()
   assert context is not None
   structure, ops = reductions
-  parts = structure.flatten_up_to(outputs)
   reduced = [
     part if op is None else Replicated(context.all_reduce(op, part))
-    for op, part in zip(ops, parts, strict=True)
+    for op, part in zip(ops, structure.flatten_up_to(outputs), strict=True)
   ]
   return state, structure.unflatten(reduced)

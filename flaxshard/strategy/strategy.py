@@ -18,6 +18,7 @@ from flaxshard.replicas import operations
 from flaxshard.replicas.operations import ValueContext
 from flaxshard.state import describe
 from flaxshard.strategy import calls
+from flaxshard.strategy.program import Options
 
 PyTree = Any
 
@@ -179,7 +180,7 @@ class Strategy:
         "run: args must be a tuple of arguments, such as args=(state, batch), "
         f"got {checks.describe(args)}."
       )
-    forms = calls.compiled_forms(fn, self.mesh)
+    forms = calls.compiled_forms(fn, Options(self.mesh))
     return forms.call(tuple(args), dict(kwargs or {}))
 
   def jit(
@@ -206,11 +207,7 @@ class Strategy:
     """
     if isinstance(donate_argnums, int):
       donate_argnums = (donate_argnums,)
-    return calls.CompiledFunction(
-      fn,
-      mesh=self.mesh,
-      donate_argnums=tuple(donate_argnums),
-    )
+    return calls.CompiledFunction(fn, Options(self.mesh, tuple(donate_argnums)))
 
   def run_steps(
     self,
@@ -286,12 +283,11 @@ class Strategy:
     for op in ops:
       if op is not None:
         checks.one_of("run_steps: reduce", op, replica_context.REDUCE_OPS)
+    donated = (0,) if donate_state else ()
     return calls.CompiledFunction(
       step_fn,
+      Options(self.mesh, donated, (structure, tuple(ops))),
       lambda state, batches: ((state, batches), {}),
-      mesh=self.mesh,
-      donate_argnums=(0,) if donate_state else (),
-      reductions=(structure, tuple(ops)),
     )
 
   def reduce(
