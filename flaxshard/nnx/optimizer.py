@@ -219,14 +219,15 @@ class Optimizer(nnx.Optimizer[M]):
       pure_loss,
       has_aux=True,
     )
-    held = dict(nnx.to_flat_state(self.before))
     first = {
       path[1:]: WrapperState(nnx.as_pure(before[path]))
       for path, _ in nnx.to_flat_state(changed)
-      if path[0] == 0 and path in before and path[1:] not in held
+      if path[0] == 0 and path in before
     }
     if self.wrappers and first:
-      self.before = nnx.data(nnx.from_flat_state([*(held | first).items()]))
+      # What an earlier call since the last update has changed stays as it was.
+      held = first | dict(nnx.to_flat_state(self.before))
+      self.before = nnx.data(nnx.from_flat_state([*held.items()]))
     nnx.update(given, changed)
     grads = _with_arrays(nnx.state(model, self.wrt), grads)
     return (loss, aux) if has_aux else loss, grads
@@ -262,14 +263,13 @@ class Optimizer(nnx.Optimizer[M]):
       return super().update(model, grads, **kwargs)
     optimizer_update.check_extra(self.tx, kwargs)
     params = self._params(model)
-    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    held = dict(nnx.to_flat_state(self.before))
     # A value of another shape, such as one more sown value, has no old one.
-    before = [
-      (path, x)
-      for path, x in nnx.to_flat_state(self.before)
-      if path in variables and _shapes(x) == _shapes(variables[path])
-    ]
-    after = nnx.from_flat_state([(path, variables[path]) for path, _ in before])
+    after = nnx.filter_state(
+      nnx.state(model),
+      lambda path, x: path in held and _shapes(x) == _shapes(held[path]),
+    )
+    before = [(path, held[path]) for path, _ in nnx.to_flat_state(after)]
     old = nnx.as_pure(nnx.from_flat_state(before))
     new = trees.conform("the model's variables", nnx.as_pure(after), old)
     target = base.Target(
@@ -287,8 +287,7 @@ class Optimizer(nnx.Optimizer[M]):
       nnx.as_pure(nnx.state(grads, self.wrt)),
       nnx.as_pure(kwargs),
     )
-    trained = nnx.state(model, self.wrt)
-    nnx.update(model, _with_arrays(trained, result.params))
+    nnx.update(model, _with_arrays(nnx.state(model, self.wrt), result.params))
     nnx.update(model, _with_arrays(after, result.collections))
     if jax.tree.leaves(self.before):
       self.before = nnx.data(nnx.State({}))
@@ -315,9 +314,8 @@ class Optimizer(nnx.Optimizer[M]):
       >>> average = nnx.clone(model)
       >>> nnx.update(average, optimizer.eval_params(model))
     """
-    params = self._params(model)
     states = stack.local_states(self.wrappers, nnx.as_pure(self.wrapper_states))
-    return stack.params(self.wrappers, states, params, "eval")
+    return stack.params(self.wrappers, states, self._params(model), "eval")
 
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.
@@ -352,8 +350,8 @@ class Optimizer(nnx.Optimizer[M]):
       >>> optimizer.set_train_state(model, state)
     """
     flat: dict[nnx_adapter.Place, Any] = {}
-    for part, places in variables_lib.parts(model, self.wrt):
-      flat |= dict(zip(places, jax.tree.leaves(part), strict=True))
+    for _, leaves in variables_lib.parts(model, self.wrt):
+      flat |= leaves
     fields = traverse_util.unflatten_dict(flat)
     if self.wrappers:
       collections = {k: v for k, v in fields.items() if k != "params"}
@@ -383,14 +381,11 @@ class Optimizer(nnx.Optimizer[M]):
     states = _with_collections(state.wrapper_states, {})
     self._assign(state.step, state.opt_state, states)
 
-  def _assign(
-    self, step: Any, opt_state: PyTree, wrapper_states: PyTree
-  ) -> None:
+  def _assign(self, step: Any, *states: PyTree) -> None:
+    """Sets `step`, and `opt_state` and `wrapper_states` to `states`."""
+    variables = self.step, self.opt_state, self.wrapper_states
     step = jnp.asarray(step, self.step[...].dtype)
-    variables_lib.assign(
-      (self.step, self.opt_state, self.wrapper_states),
-      (step, opt_state, wrapper_states),
-    )
+    variables_lib.assign(variables, (step, *states))
 
   def _params(self, model: Any) -> PyTree:
     """Returns the parameters of a module that are trained."""

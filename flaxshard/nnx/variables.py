@@ -23,7 +23,7 @@ PyTree = Any
 
 def parts(
   model: Any, wrt: Any = nnx.Param
-) -> Iterator[tuple[nnx.State, list[nnx_adapter.Place]]]:
+) -> Iterator[tuple[nnx.State, dict[nnx_adapter.Place, Any]]]:
   """Yields the parameters of a module, and its other variables.
 
   Args:
@@ -31,16 +31,16 @@ def parts(
     wrt: The filter of the parameters.
 
   Yields:
-    Each part, and the places of its leaves in a TrainState: in `params`, and in
-    the collections of Linen's names. Parameters that are not trained are in
+    Each part, and its leaves by their places in a TrainState: in `params`, and
+    in the collections of Linen's names. Parameters that are not trained are in
     `frozen`.
   """
   trained, others = nnx.state(model, wrt, ...)
-  places = [place for place, *_ in nnx_adapter.leaves_of(trained)]
-  yield trained, [("params", *path) for _, *path in places]
-  places = [place for place, *_ in nnx_adapter.leaves_of(others)]
-  names = {"params": "frozen"}
-  yield others, [(names.get(name, name), *path) for name, *path in places]
+  leaves = nnx_adapter.leaves_of(trained)
+  yield trained, {("params", *place[1:]): x for place, _, x in leaves}
+  name_of = lambda place: "frozen" if place[0] == "params" else place[0]
+  leaves = nnx_adapter.leaves_of(others)
+  yield others, {(name_of(place), *place[1:]): x for place, _, x in leaves}
 
 
 def update(
@@ -76,8 +76,7 @@ def update(
   given = traverse_util.flatten_dict(fields_lib.variables(state))
   own: dict[nnx_adapter.Place, Any] = {}
   new = []
-  for part, places in parts(model, wrt):
-    leaves = dict(zip(places, jax.tree.leaves(part), strict=True))
+  for part, leaves in parts(model, wrt):
     own |= leaves
     # Calls may have added others to the module, such as sown values.
     copies = [jnp.copy(given.get(place, x)) for place, x in leaves.items()]
