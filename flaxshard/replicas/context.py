@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -100,8 +101,7 @@ class ReplicaContext:
       value,
       is_leaf=is_indexed_slices,
     )
-    with activate(self):
-      return reduce_over_replicas(reduce_op, value)
+    return reduce_over_replicas(reduce_op, value)
 
   def all_gather(self, value: PyTree, axis: int) -> PyTree:
     """Concatenates the arrays of all replicas along an axis.
@@ -262,25 +262,19 @@ def specs_within(params: PyTree) -> PyTree:
     params: The parameters of a TrainState that `Strategy.run` received.
 
   Returns:
-    A tree of PartitionSpecs. They are empty if two TrainStates have parameters
-    of the same shapes but other PartitionSpecs.
+    A tree of PartitionSpecs, those of the first TrainState that has parameters
+    of these shapes.
   """
 
-  def shapes(tree: PyTree) -> Any:
-    return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
+  def logical_spec(x: Any) -> jax.P:
+    axes = mesh_lib.logical_axes(x.sharding.mesh)
+    return specs_lib.only(x.sharding.spec, axes)
 
-  context = _current.get()
-  structure, wanted = shapes(params)
-  found = {
-    tuple(
-      specs_lib.only(s.spec, mesh_lib.logical_axes(s.mesh))
-      for s in (x.sharding for x in jax.tree.leaves(arrived))
-    )
-    for arrived in (() if context is None else context.params)
-    if shapes(arrived) == (structure, wanted)
-  }
-  specs = found.pop() if len(found) == 1 else [jax.P()] * len(wanted)
-  return jax.tree.unflatten(structure, specs)
+  context, shapes = _current.get(), jax.tree.map(jnp.shape, params)
+  for arrived in context.params if context else ():
+    if jax.tree.map(jnp.shape, arrived) == shapes:
+      return jax.tree.map(logical_spec, arrived)
+  return jax.tree.map(lambda _: jax.P(), params)
 
 
 def reduce_over_replicas(
@@ -366,9 +360,8 @@ def reduce_gradients(
     groups: As in `reduce_over_replicas`.
   """
   # The warnings of `Strategy.run` look for these that are the same already.
-  marked = gradients.map_gradients(
-    lambda x: checkpoint_name(x, GRADIENTS), grads
-  )
+  mark = functools.partial(checkpoint_name, name=GRADIENTS)
+  marked = gradients.map_gradients(mark, grads)
   # One collective for all gradients, and one for all statistics.
   if gradients.optimized_params(marked) is marked:
     return reduce_over_replicas(op, marked, groups)

@@ -173,8 +173,7 @@ def _map_rows(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _reduce(mesh: Any, reduce_op: str, axes: Any, x: jax.Array) -> jax.Array:
-  fn = jnp.sum if reduce_op == "sum" else jnp.mean
-  return mesh_lib.constrain(fn(x, axis=axes), _whole(mesh))
+  return mesh_lib.constrain(getattr(jnp, reduce_op)(x, axes), _whole(mesh))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

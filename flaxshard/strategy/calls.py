@@ -38,12 +38,12 @@ class _LastCall(NamedTuple):
   Attributes:
     jitted: The jitted program.
     shardings: The shardings that the leaves had; None for what is no JAX array.
-    move: What each leaf is, or None if it was on the mesh already.
+    moved: The leaves that were not on the mesh already, by their numbers.
   """
 
   jitted: Any
   shardings: list[Any]
-  move: list[arguments.Leaf | None]
+  moved: dict[int, arguments.Leaf]
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,40 +63,30 @@ class CompiledForms:
 
   def call(self, args: Any, kwargs: Any) -> PyTree:
     """Calls the function on each replica; see `Strategy.run`."""
+    mesh = self.options.mesh
     values, treedef = jax.tree.flatten((args, kwargs))
     shardings = [getattr(x, "sharding", None) for x in values]
+    last = self._last_calls.get(treedef)
     # In a training loop the shardings are the same objects in each step. Their
     # comparison is then the only work for each leaf.
-    last = self._last_calls.get(treedef)
-    if (
-      last is None
-      or last.shardings != shardings
-      # A donated array keeps its sharding, and JAX 0.10.2 crashes on it.
-      or any(
-        [
-          x.is_deleted()
-          for x, leaf in zip(values, last.move, strict=True)
-          if leaf is None
-        ]
-      )
-    ):
-      compile_only.check_can_run("run", self.options.mesh)
-      leaves, placed, jitted = self._prepare(args, kwargs)
-      # An array that had to be moved will be moved in the next call too.
-      move = [
-        None if x.sharding == sharding else leaf
-        for x, sharding, leaf in zip(placed, shardings, leaves, strict=True)
-      ]
-      last = _LastCall(jitted, shardings, move)
+    if last is not None and last.shardings == shardings:
+      for i, leaf in last.moved.items():
+        values[i] = arguments.place(mesh, values[i], leaf)
     else:
-      placed = [
-        x if leaf is None else arguments.place(self.options.mesh, x, leaf)
-        for x, leaf in zip(values, last.move, strict=True)
-      ]
-    out = last.jitted(*placed)
+      last = None
+    # A donated array keeps its sharding, and JAX 0.10.2 crashes on it.
+    if last is None or any([x.is_deleted() for x in values]):
+      compile_only.check_can_run("run", mesh)
+      leaves, values, jitted = self._prepare(args, kwargs)
+      # An array that had to be moved will be moved in the next call too.
+      moved = {
+        i: leaves[i] for i, x in enumerate(values) if x.sharding != shardings[i]
+      }
+      last = _LastCall(jitted, shardings, moved)
+    out = last.jitted(*values)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
-    return jax.block_until_ready(out) if waits(self.options.mesh) else out
+    return jax.block_until_ready(out) if waits(mesh) else out
 
   def trace(self, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
