@@ -23,7 +23,6 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
-from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 PyTree = Any
@@ -46,7 +45,7 @@ class Leaf(NamedTuple):
 
   path: Any
   kind: str
-  wrappers: tuple[base.Base, ...] | None
+  wrappers: stack.Wrappers | None
   sharding: Any = None
 
   @property
@@ -150,9 +149,8 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
     target = _sharding_on(mesh, x, leaf)
     if getattr(x, "sharding", None) == target:
       return x
-    if isinstance(x, jax.ShapeDtypeStruct) or compile_only.is_compile_only(
-      mesh
-    ):
+    is_shape = isinstance(x, jax.ShapeDtypeStruct)
+    if is_shape or compile_only.is_compile_only(mesh):
       return compile_only.abstract_array(x, target)
     try:
       placed = mesh_lib.put(x, target)

@@ -103,21 +103,21 @@ def _is_key(x: Any) -> bool:
 
 def check_program(
   program: Any,
-  num_replicas: int,
   leaves: Sequence[arguments.Leaf],
   in_specs: Sequence[P],
   results: Sequence[arguments.Leaf],
   batches: list[str],
+  num_replicas: int,
 ) -> None:
   """Raises if replicas may differ in a result; warns of other mistakes.
 
   Args:
     program: The traced function of a replica.
-    num_replicas: The number of replicas.
     leaves: What its inputs are.
     in_specs: Which dimensions of each of them are split over the replicas.
     results: What its outputs are.
     batches: The arguments that look like batches, if none is split.
+    num_replicas: The number of replicas.
 
   Raises:
     ValueError: A leaf of a TrainState may differ between replicas that must

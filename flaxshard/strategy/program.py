@@ -129,22 +129,16 @@ def run(
   out_treedef, kinds = returned
   # The numbers of the leaves, in the order in which the program returns them.
   order = [i for group in traced.out_info for i in group]
-  mistakes.check_program(
-    program,
-    replicas,
-    leaves,
-    in_specs,
-    [kinds[i] for i in order],
-    batches,
-  )
+  results = [kinds[i] for i in order]
+  mistakes.check_program(program, leaves, in_specs, results, batches, replicas)
   # On CPU bfloat16 is summed in float32.
   if mesh.devices.flat[0].platform != "cpu":
     program = rewrites.sum_before_widening(program)
   # Types of Explicit axes say how values are split.
   if set(mesh.axis_types[1:]) == {jax.sharding.AxisType.Auto}:
     program = rewrites.forget_mesh(program)
-  results = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
-  out = out_treedef.unflatten(results[i] for i in range(len(order)))
+  by_number = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
+  out = out_treedef.unflatten(by_number[i] for i in range(len(order)))
   place = functools.partial(_place, mesh, states)
   return jax.tree.map(place, out, is_leaf=arguments.is_node)
 
@@ -165,10 +159,9 @@ def _place(mesh: jax.sharding.Mesh, arrived: list[Any], node: Any) -> Any:
   treedef: Any = jax.tree.structure(node)
   # A state leaves with the shardings that it arrived with. Others would make
   # the next step compile again.
-  for i, state in enumerate(arrived):
-    if jax.tree.structure(state) == treedef:
-      shardings = [x.sharding for x in jax.tree.leaves(arrived.pop(i))]
-      break
+  same = [i for i, x in enumerate(arrived) if jax.tree.structure(x) == treedef]
+  if same:
+    shardings = [x.sharding for x in jax.tree.leaves(arrived.pop(same[0]))]
   else:
     kinds, _ = arguments.flatten(node)
     shardings = [arguments.default_sharding(mesh, x.kind) for x in kinds]

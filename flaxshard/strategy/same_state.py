@@ -152,11 +152,11 @@ class SameStateCheck:
       refs = [x for x in eqn.invars if hasattr(x.aval, "inner_aval")]
       if refs:
         # The equation may write any of its inputs to a mutable array.
-        outputs = [self._unfollowed(eqn, given)] * len(eqn.outvars)
-        known.update(dict.fromkeys(refs, self._unfollowed(eqn, given)))
+        written = self._unfollowed(eqn, given)
+        known.update(dict.fromkeys((*refs, *eqn.outvars), written))
       else:
         outputs = self._equation(eqn, given)
-      known.update(zip(eqn.outvars, outputs, strict=True))
+        known.update(zip(eqn.outvars, outputs, strict=True))
     return list(map(look_up, program.outvars))
 
   def _equation(self, eqn: Any, given: list[Fact]) -> list[Fact]:
