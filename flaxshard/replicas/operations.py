@@ -58,7 +58,7 @@ def reduce(
     axes: tuple[int, ...] = (0,)
     if axis is not None:
       axes += (1 + normalize_axis_index(axis, np.ndim(x) - 1, "reduce"),)
-    return _reduce(mesh, reduce_op, axes, _on_mesh(mesh, x))
+    return _compute(mesh, getattr(jnp, reduce_op), axes, _on_mesh(mesh, x))
 
   def mean_of_shared(x: Any) -> Any:
     return x if axis is None else jnp.mean(jnp.asarray(x), axis)
@@ -74,7 +74,7 @@ def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
 
   def gather_rows(x: Any) -> jax.Array:
     dim = normalize_axis_index(axis, np.ndim(x) - 1, "gather")
-    return _concatenate(mesh, dim, _on_mesh(mesh, x))
+    return _compute(mesh, jnp.concatenate, dim, mesh_lib.put(x, _whole(mesh)))
 
   return _map_rows("gather", mesh, gather_rows, value)
 
@@ -172,14 +172,9 @@ def _map_rows(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _reduce(mesh: Any, reduce_op: str, axes: Any, x: jax.Array) -> jax.Array:
-  return mesh_lib.constrain(getattr(jnp, reduce_op)(x, axes), _whole(mesh))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _concatenate(mesh: Any, axis: int, x: jax.Array) -> jax.Array:
-  rows = mesh_lib.constrain(x, _whole(mesh))
-  return mesh_lib.constrain(jnp.concatenate(rows, axis), _whole(mesh))
+def _compute(mesh: Any, fn: Any, axis: Any, x: jax.Array) -> jax.Array:
+  """Returns `fn(x, axis)`, whole on each device."""
+  return mesh_lib.constrain(fn(x, axis), _whole(mesh))
 
 
 def _whole(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
