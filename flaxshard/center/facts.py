@@ -63,12 +63,10 @@ def agree(
 def _describe(layout: Layout, state: TrainState) -> dict[str, Any]:
   """Returns what a train state says of its run, as values for JSON."""
   agn, own = train_states.find(state)
-  kinds = {"params", *own.collections}
-  arrays = {
-    path: x
-    for path, x in train_states.leaves(state).items()
-    if path.split("/")[0] in kinds
-  }
+  arrays = train_states.leaves(
+    {"params": state.params}
+    | {name: getattr(state, name) for name in own.collections}
+  )
   fields = ("communication_period", "commit", "commit_delta")
   # The other options may change, as the number of workers may.
   options = ("fragments", "delay", "blend", "commit_dtype")
