@@ -55,8 +55,8 @@ from flaxshard import tasks
 from flaxshard import train
 from flaxshard.core.policy import Policy
 from flaxshard.state.train_state import TrainState
+from flaxshard.tasks import steps
 from flaxshard.train import report as report_lib
-from flaxshard.train import steps
 
 P = jax.sharding.PartitionSpec
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Container,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 import dataclasses
 import functools
 import itertools
@@ -25,7 +32,7 @@ def train_iterator(
   *,
   batch_size: int,
   seed: int,
-  rows: Sequence[int] | None = None,
+  rows: Iterable[int] | None = None,
   collate: sources.Collate | None = None,
 ) -> grain.DatasetIterator | StreamIterator:
   """Returns an endless iterator over this process's rows of global batches.
@@ -83,7 +90,7 @@ def eval_batches(
   splits: Splits,
   *,
   batch_size: int,
-  rows: Sequence[int] | None = None,
+  rows: Iterable[int] | None = None,
   collate: sources.Collate | None = None,
 ) -> grain.IterDataset:
   """Returns this process's rows of the evaluation batches, in order.
@@ -216,9 +223,9 @@ class StreamIterator:
     raise ValueError("config.data: the stream has no training examples.")
 
 
-def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
+def _check_rows(rows: Iterable[int] | None, batch_size: int) -> Sequence[int]:
   checks.integer("batch_size", batch_size, minimum=1)
-  rows = [int(row) for row in (range(batch_size) if rows is None else rows)]
+  rows = list(map(int, range(batch_size) if rows is None else rows))
   if not rows or rows != sorted({*rows} & {*range(batch_size)}):
     raise ValueError(
       f"rows must be row numbers of a batch of {batch_size} in ascending "

@@ -15,7 +15,7 @@ from flaxshard.core import checks
 from flaxshard.data import sources
 from flaxshard.tasks import task as task_lib
 from flaxshard.tasks.apply import Apply
-from flaxshard.tasks.evaluation import Evaluation
+from flaxshard.tasks.steps import Evaluation
 
 _mean = clu_metrics.Average.from_output
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
+from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
 from flaxshard.train import report
-from flaxshard.train import steps
 from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import DynamicLossScale
 from flaxshard.wrappers.loss_scale import LossScale

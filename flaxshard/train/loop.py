@@ -19,8 +19,8 @@ from flaxshard.core import multihost
 from flaxshard.processes import failures
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.tasks import evaluation as evaluation_lib
 from flaxshard.tasks import load as tasks_load
+from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
@@ -28,7 +28,6 @@ from flaxshard.train import endings
 from flaxshard.train import report
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
-from flaxshard.train import steps
 from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
@@ -146,7 +145,7 @@ def _run(
   # is written or compiled.
   setup = setup_lib.Setup(config, strategy, task, rank)
   lowered = setup.lowered_train_step
-  evaluation_lib.check_metrics(setup)
+  steps.check_metrics(setup)
   if not is_alone:
     same_run.check_setup(setup)
 
@@ -254,7 +253,7 @@ def _run(
         watch.check_steps(step, state, seen)
         evaluation: dict[str, float] = {}
         if evaluate:
-          evaluation = evaluation_lib.evaluate(setup, state, step)
+          evaluation = steps.evaluate(setup, state, step)
           stopping.update(step, evaluation)
           if stopping.stopped_step is not None:
             ends = is_last = log = save = True
@@ -320,7 +319,7 @@ def _train_row(
   # If no step was applied, there is no loss to average: 0 / 0 is NaN.
   with np.errstate(invalid="ignore"):
     computed = progress.metrics.compute()
-  values = evaluation_lib.check_numbers(f"{setup.task.name}.metrics", computed)
+  values = steps.check_numbers(f"{setup.task.name}.metrics", computed)
   row: dict[str, Any] = {f"train_{name}": x for name, x in values.items()}
   # The rate of the last applied update, which had the step before it.
   applied = jax.device_get(state.step)

@@ -278,7 +278,8 @@ def check_config(config: Any) -> None:
   Raises:
     ValueError: Two processes disagree.
   """
-  multihost.check_agreement(_code_facts(config), _SAME_COMMAND)
+  if multihost.process_count() > 1:
+    multihost.check_agreement(_code_facts(config), _SAME_COMMAND)
 
 
 def check_setup(setup: setup_lib.Setup) -> None:

@@ -40,8 +40,8 @@ from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
+from flaxshard.tasks import steps
 from flaxshard.tasks.stream import Stream
-from flaxshard.train import steps
 from flaxshard.train.devices import Rank
 from flaxshard.wrappers import stack
 from flaxshard.wrappers.accumulate import Accumulate
@@ -106,7 +106,8 @@ class Setup:
         "config.batch_size", config.batch_size, self.splits
       )
     self.batch_size = config.batch_size // rank.num_workers
-    self._rows = sharding.pipeline_rows(strategy.mesh, self.batch_size)
+    rows = sharding.pipeline_rows(strategy.mesh, self.batch_size)
+    self._rows = np.asarray(rows)
     tx, self.schedule = optimizer.create(config)
     self._tx = sparse_optimizer.wrap(
       tx, config.sparse, config.sparse_semantics, prefix="config."
@@ -377,7 +378,7 @@ class Setup:
       collate=self.task.collate,
       # Rows of the batch of all workers.
       batch_size=self.config.batch_size,
-      rows=[first_row + row for row in self._rows],
+      rows=first_row + self._rows,
     )
     # Training batches are never padded: the data repeats.
     put = functools.partial(sharding.put_rows, wanted=self._batch)

@@ -25,9 +25,9 @@ from flaxshard import train
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.tasks import apply
-from flaxshard.tasks import evaluation
 from flaxshard.tasks import load
-from flaxshard.tasks.evaluation import check_numbers
+from flaxshard.tasks import steps
+from flaxshard.tasks.steps import check_numbers
 from flaxshard.train import config as config_lib
 
 _THIS = "custom_tasks"
@@ -250,7 +250,7 @@ class Task:
 
 def create_setup(task=None, /, **fields):
   setup = tiny.setup(config(**fields), task)
-  evaluation.check_metrics(setup)
+  steps.check_metrics(setup)
   return setup
 
 

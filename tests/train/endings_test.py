@@ -21,10 +21,10 @@ import tiny
 import flaxshard as fs
 from flaxshard import data
 from flaxshard import train
+from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
 from flaxshard.train import endings
 from flaxshard.train import hooks as hooks_lib
-from flaxshard.train import steps
 
 _THIS = __name__
 

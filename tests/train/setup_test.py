@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 import flaxshard as fs
-from flaxshard.tasks import evaluation
+from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import setup as setup_lib
@@ -142,7 +142,7 @@ class Probabilities(nn.Module):
 def test_model_that_returns_probabilities_warns():
   setup = create_setup(model={"name": f"{__name__}:Probabilities"})
   with pytest.warns(UserWarning, match=r"config\.model .*logits"):
-    row = evaluation.evaluate(setup, setup.create_state())
+    row = steps.evaluate(setup, setup.create_state())
   assert row.keys() == {"eval_loss", "eval_accuracy"}
 
 

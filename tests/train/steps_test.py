@@ -12,7 +12,7 @@ from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard import tasks
-from flaxshard.train import steps
+from flaxshard.tasks import steps
 
 X = np.array([[1.0, 2.0], [-0.5, 0.25], [3.0, -1.0], [0.0, 1.5]], np.float32)
 LABELS = np.array([0, 2, 1, 2], np.int32)
