@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-  Callable,
-  Container,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-)
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -32,7 +25,7 @@ def train_iterator(
   *,
   batch_size: int,
   seed: int,
-  rows: Iterable[int] | None = None,
+  rows: Sequence[int] | None = None,
   collate: sources.Collate | None = None,
 ) -> grain.DatasetIterator | StreamIterator:
   """Returns an endless iterator over this process's rows of global batches.
@@ -90,7 +83,7 @@ def eval_batches(
   splits: Splits,
   *,
   batch_size: int,
-  rows: Iterable[int] | None = None,
+  rows: Sequence[int] | None = None,
   collate: sources.Collate | None = None,
 ) -> grain.IterDataset:
   """Returns this process's rows of the evaluation batches, in order.
@@ -223,7 +216,7 @@ class StreamIterator:
     raise ValueError("config.data: the stream has no training examples.")
 
 
-def _check_rows(rows: Iterable[int] | None, batch_size: int) -> Sequence[int]:
+def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
   checks.integer("batch_size", batch_size, minimum=1)
   rows = list(map(int, range(batch_size) if rows is None else rows))
   if not rows or rows != sorted({*rows} & {*range(batch_size)}):

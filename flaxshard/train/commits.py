@@ -146,10 +146,6 @@ class Commits:
     report.draw(config, root)
     report.log_result(root, logging.WARNING)
 
-  def row(self) -> dict[str, float]:
-    """Returns the columns of `metrics.jsonl` for the commits since the last."""
-    return self.worker.metrics()
-
   def _skip(self, step: int, before: int, last: int) -> int:
     """Skips batches up to the step of the others; returns the step.
 

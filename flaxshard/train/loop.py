@@ -262,7 +262,7 @@ def _run(
         if log:
           row |= _train_row(setup, state, seen)
           if commits is not None:
-            row |= commits.row()
+            row |= commits.worker.metrics()
           row["steps_per_second"] = steps_per_second
           progress = setup.init_progress(step)
         row |= evaluation

@@ -106,8 +106,7 @@ class Setup:
         "config.batch_size", config.batch_size, self.splits
       )
     self.batch_size = config.batch_size // rank.num_workers
-    rows = sharding.pipeline_rows(strategy.mesh, self.batch_size)
-    self._rows = np.asarray(rows)
+    self._rows = sharding.pipeline_rows(strategy.mesh, self.batch_size)
     tx, self.schedule = optimizer.create(config)
     self._tx = sparse_optimizer.wrap(
       tx, config.sparse, config.sparse_semantics, prefix="config."
@@ -378,7 +377,7 @@ class Setup:
       collate=self.task.collate,
       # Rows of the batch of all workers.
       batch_size=self.config.batch_size,
-      rows=first_row + self._rows,
+      rows=[first_row + row for row in self._rows],
     )
     # Training batches are never padded: the data repeats.
     put = functools.partial(sharding.put_rows, wanted=self._batch)

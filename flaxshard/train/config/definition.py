@@ -49,15 +49,6 @@ def _where(allowed: str, is_valid: Callable[[Any], bool]) -> Any:
   return _readable(read)
 
 
-def _is_range(steps: tuple[int, ...]) -> bool:
-  return not steps or (len(steps) == 2 and steps[0] <= steps[1])
-
-
-def _have_own_names(axes: tuple[tuple[str, int], ...]) -> bool:
-  # The strategy adds the axis "replica" itself.
-  return len({name for name, _ in axes} - {"replica"}) == len(axes)
-
-
 # Integers are int32 on the devices, and schedules compute in float32, whose
 # largest number is 3.4e38.
 Natural = Annotated[int, pydantic.Field(ge=0, le=checks.INT32_MAX)]
@@ -76,11 +67,19 @@ Named = Annotated[
   ),
 ]
 StepsRange = Annotated[
-  tuple[Count, ...], _where("() or (first step, last step)", _is_range)
+  tuple[Count, ...],
+  _where(
+    "() or (first step, last step)",
+    lambda steps: not steps or (len(steps) == 2 and steps[0] <= steps[1]),
+  ),
 ]
 Axes = Annotated[
   tuple[tuple[str, Count], ...],
-  _where('pairs with different names other than "replica"', _have_own_names),
+  # The strategy adds the axis "replica" itself.
+  _where(
+    'pairs with different names other than "replica"',
+    lambda axes: len(dict(axes).keys() - {"replica"}) == len(axes),
+  ),
 ]
 Patterns = Annotated[tuple[str, ...], _readable(patterns.check)]
 Pairs = Annotated[tuple[tuple[str, Any], ...], _readable(patterns.check_pairs)]
