@@ -277,6 +277,7 @@ def put_rows(
   )
   if difference := trees.first_difference(given, expected):
     raise ValueError(
-      f"config.data: a batch differs from the first one in {difference}."
+      "config.data: the examples of a batch differ from the first example in "
+      f"{difference}."
     )
   return put(arrays, {key: x.sharding for key, x in wanted.items()})

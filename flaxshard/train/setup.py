@@ -6,7 +6,7 @@ reported within seconds. A plan uses it too, for devices that need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -106,7 +106,6 @@ class Setup:
         "config.batch_size", config.batch_size, self.splits
       )
     self.batch_size = config.batch_size // rank.num_workers
-    self._rows = sharding.pipeline_rows(strategy.mesh, self.batch_size)
     tx, self.schedule = optimizer.create(config)
     self._tx = sparse_optimizer.wrap(
       tx, config.sparse, config.sparse_semantics, prefix="config."
@@ -359,6 +358,11 @@ class Setup:
     )
 
   # The data.
+
+  @functools.cached_property
+  def _rows(self) -> Sequence[int]:
+    """The rows of a batch that this process reads."""
+    return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
 
   def open_train_batches(self) -> Any:
     """Returns an iterator over the training batches, a context manager."""

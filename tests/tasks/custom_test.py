@@ -27,7 +27,6 @@ from flaxshard.state import lora
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.tasks import steps
-from flaxshard.tasks.steps import check_numbers
 from flaxshard.train import config as config_lib
 
 _THIS = "custom_tasks"
@@ -287,6 +286,7 @@ class Strings(clu_metrics.Collection):
 NO_CLASS = with_attributes(create_model=lambda self, width: Model())
 NO_TUPLE = with_attributes(init_inputs=lambda self, batch: batch["inputs"])
 NO_ROWS = with_attributes(collate=lambda self, xs: {"inputs": np.ones(2)})
+SQUARE = with_attributes(collate=lambda self, xs: {"inputs": np.eye(len(xs))})
 NO_AUX = with_result(lambda loss, aux: loss)
 NO_SCALAR = with_result(lambda loss, aux: (aux.metrics["loss"], aux))
 NO_DATA = with_attributes(load_data=None)
@@ -300,6 +300,9 @@ def with_metrics(metrics):
 def with_data(*splits):
   load_data = lambda self: data.Splits(*splits)
   create_setup(with_attributes(load_data=load_data))
+
+
+take_batch = lambda task: next(create_setup(task).open_train_batches())
 
 
 def label(value):
@@ -330,13 +333,14 @@ EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
     (lambda: create_setup(NO_AUX), TypeError, "loss .*Aux"),
     (lambda: create_setup(NO_SCALAR), ValueError, r"scalar.*float32\[8\]"),
     (lambda: create_setup(Task(), task="a.b"), ValueError, "task=.*task="),
-    (lambda: check_numbers("a.b", NO_NUMBER), ValueError, r"loss .*64\[3\]"),
+    (lambda: steps.check_numbers("a", NO_NUMBER), ValueError, r"loss .*64\[3"),
     # Data of tasks.
     (lambda: with_data(iter(EXAMPLES)), TypeError, "only once"),
     (lambda: with_data(Forever([])), ValueError, "train has no examples"),
     (lambda: with_data(3), TypeError, "train must be a sequence"),
     (lambda: with_data(EXAMPLES, Forever(EXAMPLES)), TypeError, "eval must be"),
     (lambda: create_setup(NO_DATA), ValueError, "config.data is missing"),
+    (lambda: take_batch(SQUARE), ValueError, r"differ .*inputs: shape \(8,\)"),
     # Labels of the built-in tasks.
     (lambda: label(np.int32(7)), ValueError, r"config\.data: .*\[0, 3\).* 7"),
     (lambda: label(np.int32(-1)), ValueError, r"\[0, 3\).* -1"),

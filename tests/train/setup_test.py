@@ -106,8 +106,7 @@ def test_workers_read_the_rows_of_their_replicas():
       for batch in wanted:
         assert next(batches)["labels"].tolist() == batch[rows]
     # All examples are evaluated by each worker.
-    with setup.open_eval_batches() as batches:
-      masks = [batch["mask"] for batch in batches]
+    masks = [batch["mask"] for batch in setup.open_eval_batches()]
     assert sum(int(mask.sum()) for mask in masks) == 360
 
 
