@@ -31,10 +31,6 @@ from flaxshard.checkpoint import step_files
 from flaxshard.checkpoint import steps
 from flaxshard.core import multihost
 
-# The program that saves may be deleting a step while it is read: it is gone
-# after so many seconds.
-_DELETION_SECONDS = 0.5
-
 
 def examine(step_dir: Any, contents: bool) -> tuple[str, str | None] | None:
   """Returns the condition of a step in words, and what it holds as text.
@@ -51,7 +47,7 @@ def examine(step_dir: Any, contents: bool) -> tuple[str, str | None] | None:
     has_digests = step_files.verify(step_dir, contents=contents)
     text = describe(step_dir)
   except Exception as e:  # of Orbax
-    time.sleep(_DELETION_SECONDS)
+    time.sleep(steps.DELETION_SECONDS)
     if not step_dir.exists():
       return None
     if isinstance(e, step_files.Damaged):

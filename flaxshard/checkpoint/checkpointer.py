@@ -325,6 +325,11 @@ class Checkpointer:
           epath.Path(self.directory).mkdir(parents=True, exist_ok=True)
           unlock = files_lib.lock("directory", self.directory, reentrant=True)
           self._unlock = weakref.finalize(self, unlock)
+        # Of this process: its manager would not know the steps of this one.
+        for other in {*_checkpointers} - {self}:
+          if other.directory == self.directory:
+            other.wait()
+            other._close_manager()
       manager = self._manager
       if manager is not None and self._damaged.isdisjoint(manager.all_steps()):
         return manager

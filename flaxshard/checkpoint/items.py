@@ -178,6 +178,8 @@ def position_of(data: Any) -> dict[str, Any]:
   """
   # An error in the middle of a save would make Orbax hang at the exit.
   with multihost.raise_on_all_processes(TypeError, ValueError):
+    if not hasattr(data, "get_state"):
+      raise TypeError(f"data must have a method get_state, got {data!r}.")
     state = data.get_state()
     is_bytes = isinstance(state, bytes)
     # A character for each byte.
@@ -242,6 +244,10 @@ def read_position(data: Any, step_dir: Any) -> Any:
 
 def check_state(state: Any) -> None:
   """Raises a TypeError unless `state` is a TrainState, or a dict of some."""
+  if isinstance(state, Mapping) and not all(
+    isinstance(name, str) and name for name in state
+  ):
+    raise TypeError(f"the names of states must be texts, got {[*state]}.")
   for s in by_name(state).values() or [state]:
     if not isinstance(s, TrainState):
       raise TypeError(

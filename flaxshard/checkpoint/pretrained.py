@@ -6,6 +6,7 @@ is read, and brought to the shape and the dtype that the model has.
 
 from __future__ import annotations
 
+import collections as collections_lib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
 import logging
@@ -244,10 +245,13 @@ def _by_name(leaves: Mapping[Path, _T]) -> dict[str, _T]:
     The leaves in the same order. Names of parameters begin with no collection.
   """
   has_collections = _has_collections(leaves)
+  siblings = collections_lib.Counter(path[:-1] for path in leaves)
   named = {}
   for path, leaf in leaves.items():
     rest = path[1:] if has_collections and path[:1] in _PARAMS else path
-    named["/".join(reader.in_train_state(rest, reader.BOXES))] = leaf
+    if siblings[path[:-1]] == 1:  # it may be in a box
+      rest = reader.in_train_state(rest, reader.BOXES)
+    named["/".join(rest)] = leaf
   return named
 
 

@@ -277,7 +277,7 @@ def _msgpack_leaves(file: Any) -> Leaves:
   """Returns the leaves in a msgpack file of Flax."""
   content = file.read_bytes()
   try:
-    found = trees.leaves_by_path(serialization.msgpack_restore(content))
+    found = trees.leaves_by_path(dict(serialization.msgpack_restore(content)))
   except Exception as e:  # msgpack has no one type of error for a wrong file
     raise step_files.Damaged(f"{file} is no checkpoint of Flax: {e}") from e
   read_leaves = lambda wanted: found

@@ -115,7 +115,8 @@ def restore_step(
     position = None if data is None else items.read_position(data, where)
   restored: Any = {}
   for name, one in items.by_name(state).items():
-    restored[name] = _Plan(where, reader.part(saved, name), one).restore()
+    label = f"{where}, state {name!r}" if name else where
+    restored[name] = _Plan(label, reader.part(saved, name), one).restore()
   if data is not None:
     # Not before: a damaged step must leave the data where it is.
     with multihost.raise_on_all_processes(TypeError, ValueError):

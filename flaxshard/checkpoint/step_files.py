@@ -49,14 +49,14 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 _DIGESTS = "digests.json"
 _TREE_METADATA = "_METADATA"  # Orbax's file in each tree of arrays
-_STEP_METADATA = "_CHECKPOINT_METADATA"  # its file of a step's items
+STEP_METADATA = "_CHECKPOINT_METADATA"  # its file of a step's items
 
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
 # Files without a digest. Orbax writes its own metadata and the marks, of which
 # nothing is read, once more. TensorStore writes a file under a name with the
 # second suffix, and renames it.
-_UNCOMPARED = (_STEP_METADATA, ".__lock", COMMIT_MARK)
+_UNCOMPARED = (STEP_METADATA, ".__lock", COMMIT_MARK)
 
 # Errors of a file that is not what was saved. Others, such as too many open
 # files, no permission or no network, say nothing of the file, and are raised as
@@ -198,13 +198,13 @@ def check(where: Directory) -> dict[str, Any] | None:
   if not names:
     # A process that is killed while it deletes a step can leave an empty one.
     raise Damaged(f"{where} is {'empty' if where.exists() else 'missing'}.")
-  if _STEP_METADATA in names or FLAXSHARD in names:
-    path = where / _STEP_METADATA
+  if STEP_METADATA in names or FLAXSHARD in names:
+    path = where / STEP_METADATA
     # The handlers by item, or the only one; None in a step of an older Orbax.
     items = read_json(path).get("item_handlers")
     for item in sorted(items) if isinstance(items, dict) else ():
       if item not in names:
-        raise Damaged(f"{where / item} is missing; {_STEP_METADATA} has it.")
+        raise Damaged(f"{where / item} is missing; {STEP_METADATA} has it.")
   if METRICS in names and METRICS in names_in(where / METRICS):
     read_json(where / METRICS / METRICS)
   if FLAXSHARD not in names:

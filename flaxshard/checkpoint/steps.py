@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import contextlib
 import logging
+import operator
 import re
+import time
 from typing import Any, TypeVar
 
 from etils import epath
@@ -29,6 +31,10 @@ _T = TypeVar("_T")
 OURS = re.compile(r"(?:checkpoint_)?(0|[1-9]\d*)", re.ASCII)
 
 _CHECKPOINTS = "checkpoints"  # where a workdir has its steps
+
+# The program that saves may be deleting a step while it is read: it is gone
+# after so many seconds.
+DELETION_SECONDS = 0.5
 
 
 def as_path(path: files.Path) -> Directory:
@@ -77,7 +83,8 @@ def directory_of_steps(path: files.Path) -> Directory:
   """Returns a directory of steps: a path itself, or that of a workdir."""
   directory = as_path(path)
   in_workdir = directory / _CHECKPOINTS
-  if not find(directory) and in_workdir.is_dir():
+  # A workdir may have more whose name could be that of a step: slurm-1234.
+  if in_workdir.is_dir() and (find(in_workdir) or not find(directory, OURS)):
     return in_workdir
   return directory
 
@@ -162,6 +169,7 @@ def read_newest(
     ValueError: There is no such step, or it is damaged, or all are, or the
       processes find different steps.
   """
+  step = None if step is None else operator.index(step)
   found = list_steps()
   multihost.check_agreement(
     {"the steps that they find": sorted(found)},
@@ -209,7 +217,12 @@ def _find_damage(where: Any, error: Exception) -> step_files.Damaged | None:
   if jax.process_count() == 1:
     with contextlib.suppress(OSError):
       try:
+        names = step_files.names_in(where)
         step_files.verify(where, contents=False)
+        if names.isdisjoint((step_files.FLAXSHARD, step_files.STEP_METADATA)):
+          # It is that of an old Orbax, or is being deleted.
+          time.sleep(DELETION_SECONDS)
+          step_files.check(where)
       except step_files.Damaged as e:
         return e
   return None

@@ -50,14 +50,15 @@ def test_saving_a_step_again_returns_false_and_logs(tmp_path, caplog):
 
 def test_workdir_directory_of_steps_and_step_are_restored(tmp_path):
   steps = tmp_path / "checkpoints"
+  (tmp_path / "slurm-1234").mkdir()  # no step of the workdir
   # Saved in the workdir, which has its steps in `checkpoints` already.
   states.write_ours(steps, states.weights(3), step=3)
   states.write_ours(tmp_path, states.weights(4), step=4)
   assert sorted(os.listdir(steps)) == ["3", "4"]
-  assert os.listdir(tmp_path) == ["checkpoints"]
+  assert sorted(os.listdir(tmp_path)) == ["checkpoints", "slurm-1234"]
   for path, number, wanted in (
     (tmp_path, None, 4),
-    (tmp_path, 3, 3),
+    (tmp_path, np.array(3), 3),
     (steps, None, 4),
     (steps / "3", None, 3),
     (os.path.relpath(steps / "3"), 3, 3),
@@ -178,13 +179,26 @@ def test_states_by_name(tmp_path):
   # Other states.
   for wanted, error, words in (
     (states.weights(), ValueError, "step: missing"),
-    ({"critic": states.weights()}, ValueError, "step: missing"),
+    ({"critic": states.weights()}, ValueError, "'critic' .*step: missing"),
     ({"generator": states.weights(size=4)}, ValueError, r"params/w: .*\(4,\)"),
     ({"generator": {"w": jnp.ones(2)}}, TypeError, "TrainState"),
     ({}, TypeError, "TrainState"),
   ):
     with pytest.raises(error, match=words):
       fs.checkpoint.restore(tmp_path, wanted)
+
+
+def test_two_checkpointers_of_a_process_know_each_others_steps(tmp_path):
+  with fs.Checkpointer(tmp_path) as first, fs.Checkpointer(tmp_path) as second:
+    first.save(1, states.weights(1))
+    second.save(5, states.weights(5))
+    second.wait()
+    assert_trees_equal(first.restore(states.weights()), states.weights(5))
+    with pytest.raises(ValueError, match="step=3 cannot be saved"):
+      first.save(3, states.weights(3))
+    first.save(6, states.weights(6))
+    first.wait()
+    assert second.all_steps() == [1, 5, 6]
 
 
 # Managers of Orbax.

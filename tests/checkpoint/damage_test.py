@@ -329,9 +329,10 @@ def test_transient_errors_are_raised(tmp_path, names, error, monkeypatch):
 @pytest.mark.parametrize(
   ("read", "deleted"),
   [
-    (restore_by_checkpointer, "."),
-    (restore, "default/_METADATA"),
-    (restore, "default/d"),  # an error of Orbax
+    (restore_by_checkpointer, ["."]),
+    (restore, ["default/_METADATA"]),
+    (restore, ["default/d"]),  # an error of Orbax
+    (restore, ["flaxshard", "_CHECKPOINT_METADATA", "default/d"]),
   ],
 )
 def test_step_deleted_while_it_is_read_gives_way_to_a_newer_one(
@@ -346,10 +347,12 @@ def test_step_deleted_while_it_is_read_gives_way_to_a_newer_one(
   def open_unverified(where, item=None):
     if where.name == "2" and not (path / "3").exists():
       shutil.move(tmp_path / "next", path / "3")
-      target = path / "2" / deleted
-      shutil.rmtree(target) if target.is_dir() else target.unlink()
+      for target in (path / "2" / name for name in deleted):
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
     return original(where, item)
 
+  # While it is waited for, the other program goes on.
+  monkeypatch.setattr("time.sleep", lambda _: shutil.rmtree(path / "2"))
   monkeypatch.setattr(reader, "open_unverified", open_unverified)
   assert_trees_equal(read(path), states.weights(3))
 

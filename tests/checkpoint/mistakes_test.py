@@ -30,7 +30,7 @@ def runs(tmp_path):
   for step in (3, 12):
     states.write_ours(tmp_path / "digits", create(), step=step)
   (tmp_path / "empty").mkdir()
-  (tmp_path / "file").write_text("content")
+  (tmp_path / "file").write_text("9")  # a number in msgpack
   return tmp_path
 
 
@@ -46,6 +46,10 @@ def restore(path="digits", step=None, **kwargs):
   return lambda runs: fs.checkpoint.restore(runs / path, create(**kwargs), step)
 
 
+def save_without_position(runs):
+  fs.Checkpointer(runs / "new").save(1, create(), data=iter([1]))
+
+
 def save_after_closing(runs):
   with fs.Checkpointer(runs / "new") as checkpointer:
     pass
@@ -59,6 +63,8 @@ MISTAKES = [
   # States that cannot be saved.
   (save(lambda: None), TypeError, "state must be .* None"),
   (save(flax_state), TypeError, "flaxshard.TrainState.create"),
+  (save(lambda: {1: create()}), TypeError, r"names of states .*\[1\]"),
+  (save_without_position, TypeError, "data must have .* get_state"),
   (save(lambda: with_leaf("text")), TypeError, "params/a/b.* 'text'"),
   (save(lambda: with_leaf(3)), TypeError, "params/a/b.* 3"),
   (save(lambda: with_leaf(np.array([None]))), TypeError, "object"),

@@ -141,6 +141,12 @@ THIRDS = numbers(8, 16) / np.float32(3)
     ({"a": {"b/c": {"d": W}}}, {"subtree": "/a/b/c"}, {"d": W}, ()),
     # No box of NNX.
     ({"params": {"value": W}}, {}, {"value": W}, ()),
+    (
+      {"a": {"v": W, "w": V}},
+      {"rename": [("a/v$", "a/value")]},
+      {"a": {"value": W, "w": V}},
+      (),
+    ),
     ({"a": W}, {"transpose": [("a", (1, 0))]}, {"a": W.T}, ()),
     # The first pattern counts.
     (
