@@ -123,8 +123,10 @@ def conform(grads: PyTree, params: PyTree) -> PyTree:
     leaves = structure.flatten_up_to(grads)
   for i, (path, _) in enumerate(wanted):
     g = leaves[i]
-    if not is_statistic(path) and not is_indexed_slices(g):
-      leaves[i] = jnp.asarray(g) if has_gradient(path, g) else None
+    if has_gradient(path, g):
+      leaves[i] = g if is_indexed_slices(g) else jnp.asarray(g)
+    elif not is_statistic(path):
+      leaves[i] = None
   return structure.unflatten(leaves)
 
 

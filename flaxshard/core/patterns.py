@@ -123,7 +123,8 @@ def no_match(
   # A pattern is often a part of a path: `kernel` or `Dense_0`.
   names = {name: None for path in paths for name in path.split("/")}
   # Without the anchors, which no path has.
-  hint = checks.did_you_mean(pattern.strip("^$/"), [*paths, *names])
+  text = pattern.strip("^$/")
+  hint = checks.did_you_mean(text, [*paths, *(names.keys() - {text})])
   return PatternError(
     f"{where} matches no parameter: the paths in {tree} are "
     f"{checks.listed(paths, 20)}.{hint}"

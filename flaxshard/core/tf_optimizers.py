@@ -101,6 +101,14 @@ def ftrl(
     View from the Trenches, 2013.
   """
   _check_number("ftrl: learning_rate_power", learning_rate_power, maximum=0)
+  _check_not_negative(
+    "ftrl",
+    initial_accumulator_value=initial_accumulator_value,
+    l1_regularization_strength=l1_regularization_strength,
+    l2_regularization_strength=l2_regularization_strength,
+    l2_shrinkage_regularization_strength=l2_shrinkage_regularization_strength,
+    beta=beta,
+  )
   power = -learning_rate_power
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
@@ -117,7 +125,7 @@ def ftrl(
     new_w = jnp.where(jnp.abs(new_z) > l1, new_w, 0)
     # A warmup may begin at zero, which would give NaN.
     return tuple(
-      jnp.where(rate > 0, new, old)
+      jnp.where(rate != 0, new, old)
       for new, old in [(new_w, w), (new_n, n), (new_z, z)]
     )
 
@@ -170,10 +178,14 @@ def adagrad_da(
     `tf.compat.v1.train.AdagradDAOptimizer`; Duchi et al., Adaptive Subgradient
     Methods for Online Learning and Stochastic Optimization, 2011.
   """
+  first = initial_gradient_squared_accumulator_value
   _check_number(
-    "adagrad_da: initial_gradient_squared_accumulator_value",
-    initial_gradient_squared_accumulator_value,
-    above=0,
+    "adagrad_da: initial_gradient_squared_accumulator_value", first, above=0
+  )
+  _check_not_negative(
+    "adagrad_da",
+    l1_regularization_strength=l1_regularization_strength,
+    l2_regularization_strength=l2_regularization_strength,
   )
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
@@ -185,13 +197,7 @@ def adagrad_da(
     numerator = jnp.sign(z) * jnp.maximum(jnp.abs(z) - l1 * step, 0)
     return -rate * numerator / (jnp.sqrt(n) + l2 * rate * step), z, n
 
-  return _create(
-    AdagradDAState,
-    new_values,
-    learning_rate,
-    0.0,
-    initial_gradient_squared_accumulator_value,
-  )
+  return _create(AdagradDAState, new_values, learning_rate, 0.0, first)
 
 
 def proximal_gradient_descent(
@@ -229,7 +235,11 @@ def proximal_gradient_descent(
     `tf.compat.v1.train.ProximalGradientDescentOptimizer`; Duchi and Singer,
     Efficient Learning using Forward-Backward Splitting, 2009.
   """
-  shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
+  shrink = _shrinkage(
+    "proximal_gradient_descent",
+    l1_regularization_strength,
+    l2_regularization_strength,
+  )
   return _create(
     ProximalGradientDescentState,
     lambda rate, step, g, w: (shrink(w - rate * g, rate),),
@@ -272,12 +282,11 @@ def proximal_adagrad(
     `tf.compat.v1.train.ProximalAdagradOptimizer`; Duchi and Singer, Efficient
     Learning using Forward-Backward Splitting, 2009.
   """
-  _check_number(
-    "proximal_adagrad: initial_accumulator_value",
-    initial_accumulator_value,
-    above=0,
+  first = initial_accumulator_value
+  _check_number("proximal_adagrad: initial_accumulator_value", first, above=0)
+  shrink = _shrinkage(
+    "proximal_adagrad", l1_regularization_strength, l2_regularization_strength
   )
-  shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
 
   def new_values(
     rate: jax.Array, step: jax.Array, g: Any, w: Any, n: Any
@@ -287,12 +296,7 @@ def proximal_adagrad(
     rate = rate * jax.lax.rsqrt(n)
     return shrink(w - rate * g, rate), n
 
-  return _create(
-    ProximalAdagradState,
-    new_values,
-    learning_rate,
-    initial_accumulator_value,
-  )
+  return _create(ProximalAdagradState, new_values, learning_rate, first)
 
 
 def _check_number(argument: str, value: Any, **limits: float) -> None:
@@ -301,8 +305,16 @@ def _check_number(argument: str, value: Any, **limits: float) -> None:
     checks.number(argument, value, **limits)
 
 
-def _shrinkage(l1: float, l2: float) -> Callable[..., jax.Array]:
+def _check_not_negative(function: str, **values: Any) -> None:
+  for name, value in values.items():
+    _check_number(f"{function}: {name}", value, minimum=0)
+
+
+def _shrinkage(function: str, l1: float, l2: float) -> Callable[..., jax.Array]:
   """Returns the proximal operator of L1 and L2 penalties."""
+  _check_not_negative(
+    function, l1_regularization_strength=l1, l2_regularization_strength=l2
+  )
   return lambda w, rate: (
     jnp.sign(w) * jnp.maximum(jnp.abs(w) - rate * l1, 0) / (1 + rate * l2)
   )
@@ -323,6 +335,8 @@ def _create(
     learning_rate: A number or a schedule.
     *first: The first value of each slot.
   """
+  if not callable(learning_rate):
+    _check_number("learning_rate", learning_rate, minimum=0)
 
   def init(params: PyTree) -> Any:
     slots = (optax.tree.full_like(params, value) for value in first)

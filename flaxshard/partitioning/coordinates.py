@@ -56,6 +56,8 @@ def mesh_lengths(argument: str, value: Any) -> Lengths:
     ValueError: Not four, or not positive.
     TypeError: A length is not an integer.
   """
+  if np.shape(value) != (4,):
+    raise ValueError(f"{argument} must be four lengths, got {value!r}.")
   x, y, z, cores = (
     checks.integer(f"{argument}[{i}]", length, minimum=1)
     for i, length in enumerate(value)

@@ -118,7 +118,9 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     num_replicas = checks.integer("num_replicas", num_replicas, minimum=1)
     # Accept upper case too, as in TensorFlow's DeviceOrderMode.RING.
     mode = checks.one_of(
-      "device_order_mode", device_order_mode.lower(), ("auto", "ring", "mesh")
+      "device_order_mode",
+      str(device_order_mode).lower(),
+      ("auto", "ring", "mesh"),
     )
     slice_shape = topology.slice_shape
     # The box that `stride` interleaved replicas along each axis share.
@@ -126,6 +128,11 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     # The most replicas that fit along each axis of a slice.
     counts = (slice_shape // footprint * stride).tolist()
     capacity = math.prod(counts)
+    if not capacity:
+      raise ValueError(
+        f"computation_shape {shape} with computation_stride {stride} does not "
+        f"fit into {topology!r}."
+      )
     if num_replicas > capacity * topology.num_slices:
       raise ValueError(
         f"num_replicas must be at most {capacity * topology.num_slices}, with "

@@ -218,6 +218,7 @@ def value_and_grad(
   Returns:
     `(loss, grads)` or `((loss, aux), grads)`, unscaled.
   """
+  trees.check_arrays("grad_loss", grad_loss)
   if gate_gradients != "none":
     checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
   local = stack.local_states(wrappers, states)
@@ -431,6 +432,13 @@ def update(
     # all of them, so that LossScale needs no collective of its own.
     apply = functools.partial(_apply_reduced, reduction, apply)
   if reduction is None:
+    for w in wrappers:
+      if w.reduces == "inside" and context is not None:
+        raise ValueError(
+          f"skip_gradients_aggregation: the wrapper {w.name!r} keeps gradients "
+          "of each replica, which it reduces when it applies them. Without "
+          "that, use per_replica=False."
+        )
     apply = functools.partial(_apply_as_they_are, apply)
   if wrappers:
     target = target._replace(

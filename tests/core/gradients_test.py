@@ -117,6 +117,10 @@ def test_rows_count_without_padding():
   assert is_applied(state, rows([1, 5, -1], [1.0, np.nan, np.inf]))
   for bad in BAD:
     assert not is_applied(state, rows([1, 3, 5], [1.0, bad, 0.0]))
+  # Rows of integers are no gradient, as arrays of them.
+  integers = fs.IndexedSlices([1], np.ones((1, 2), int), (5, 2))
+  with pytest.raises(ValueError, match="No gradients"):
+    state.apply_gradients(grads={"t": integers})
 
 
 def test_nonfinite_leaves_in_tree_order():

@@ -232,6 +232,7 @@ def assign(*cores):
   ("call", "facts"),
   [
     (lambda: fs.Topology((2, 2, 1.0, 1)), r"mesh_shape\[2\] .*1\.0"),
+    (lambda: fs.Topology((2, 2)), r"mesh_shape must be four .*\(2, 2\)"),
     (lambda: fs.Topology(PAIR, [[[0, 0, 2, 0]]]), r"\[0, 0\] .*0, 2, 0"),
     (lambda: fs.Topology(PAIR, [[ORIGIN]] * 2), r"\[0, 0\] .*another core"),
     (lambda: fs.Topology(PAIR, None, ["a"] * 2), r"devices .*\[1, 2\].*\[2\]"),
@@ -254,7 +255,9 @@ def assign(*cores):
     (lambda: full(-1), "num_replicas .*got -1"),
     (lambda: full(computation_shape=(0, 1, 1, 1)), r"shape\[0\]"),
     (lambda: full(computation_stride=(5, 1, 1, 1)), r"stride \(5, 1, 1, 1\)"),
+    (lambda: full(computation_shape=(9, 1, 1, 1)), r"shape \(9, .* not fit"),
     (lambda: full(device_order_mode="snake"), "'ring'.*'snake'"),
+    (lambda: full(device_order_mode=1), "'ring'.*'1'"),
     (lambda: build(SLICES, (2, 1, 1, 1), (1,) * 4, 7), "must be at most 6"),
     (lambda: build(SLICES, None, None, 5, "ring"), r"full of replicas \(4\)"),
   ],

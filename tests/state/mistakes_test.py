@@ -134,6 +134,7 @@ MISTAKES = [
   (lambda: minimize(var_list=["w", "b/d"]), ValueError, "'b/d'.*b/c"),
   (lambda: minimize(LBFGS, var_list=["w"]), ValueError, "value_fn"),
   (lambda: minimize(grad_loss=X), ValueError, r"\(2, 3\) of grad_loss.*\[\]"),
+  (lambda: minimize(grad_loss="x"), TypeError, "grad_loss.*'x'"),
   (lambda: minimize(aggregation="avg"), ValueError, "aggregation.*avg"),
   (lambda: minimize(LBFGS, aggregation="sum"), ValueError, "value_fn"),
   (lambda: minimize(None, SUM, aggregation="sum"), ValueError, "cross_shard"),

@@ -53,6 +53,10 @@ def step_with(reduce, **options):
 UNREDUCED = step_with(lambda g: g, skip_gradients_aggregation=True)
 
 
+def own_sums():
+  return create(EIGHT, [fs.Accumulate(2, per_replica=True)])
+
+
 def steps(batches, step=train_step, **options):
   return EIGHT.run_steps(step, create(), batches, **options)
 
@@ -95,6 +99,11 @@ def changes_a_shape(state, batch):
       lambda: EIGHT.run(UNREDUCED, [create(EIGHT), sharded(EIGHT, 0)]),
       ValueError,
       r"params/w1 \(a replica's own data\).*opt_state/0/nu/w2 \([^,]*\. ",
+    ),
+    (
+      lambda: EIGHT.run(UNREDUCED, [own_sums(), sharded(EIGHT, 0)]),
+      ValueError,
+      "skip_gradients_aggregation: .*'accumulate' .*per_replica=False",
     ),
     # Batches of run_steps; one in place of several: its examples are no steps.
     (lambda: steps([]), ValueError, r"batches.*\[\]"),

@@ -92,6 +92,7 @@ MISTAKES = [
   (lambda: fs.EMA(1.0), ValueError, "EMA: decay must be"),
   (lambda: fs.EMA(np.nan), ValueError, "EMA: decay must be"),
   (lambda: fs.EMA("0.9"), ValueError, "EMA: decay must be"),
+  (lambda: fs.EMA(0.9, debias="False"), ValueError, "debias .*'False'"),
   # CrossShard.
   (lambda: fs.CrossShard("max"), ValueError, "'max'"),
   (lambda: groups(), ValueError, r"group_assignment=\(\)"),
