@@ -101,7 +101,9 @@ class ReplicaContext:
       value,
       is_leaf=is_indexed_slices,
     )
-    return reduce_over_replicas(reduce_op, value)
+    # Of a context that is used outside of `run`, JAX then reports the axis.
+    with activate(self):
+      return reduce_over_replicas(reduce_op, value)
 
   def all_gather(self, value: PyTree, axis: int) -> PyTree:
     """Concatenates the arrays of all replicas along an axis.

@@ -129,7 +129,7 @@ class SameStateCheck:
     if groups is None:
       return self.constant
     first = {i: group[0] for group in groups for i in group}
-    return Fact.of(first[i] for i in self.own.classes)
+    return Fact.of(first.get(i, i) for i in self.own.classes)
 
   def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
     """Returns the facts of a program's outputs.
