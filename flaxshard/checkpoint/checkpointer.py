@@ -277,9 +277,6 @@ class Checkpointer:
       raise ValueError(f"the Checkpointer of {self.directory} is closed.")
     # An array too, such as `state.step`.
     step = checks.integer("step", operator.index(step), minimum=0)
-    path = epath.Path(self.directory) / str(step)
-    if self._manager is not None and step_files.is_complete(path):
-      self._manager.reload()  # another checkpointer may have saved it
     there = self.all_steps()
     if there and step < there[-1] and step not in there:
       raise ValueError(
