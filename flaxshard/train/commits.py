@@ -85,12 +85,6 @@ class Commits:
     state = self.worker.commit(state)
     return state, self._skip(step, before, self.setup.config.num_train_steps)
 
-  def settle(self, state: TrainState) -> TrainState:
-    """Returns a state to be saved: with the newest center and its slots."""
-    if self.worker.is_closed:
-      return state
-    return self.worker.settle(state)
-
   def finish(self, state: TrainState) -> tuple[TrainState, bool]:
     """Waits for the other workers.
 

@@ -271,9 +271,9 @@ def _run(
           write_row(step, row, flush=save)
         watch.check_evaluation(step, evaluation)
         if save and (is_last or not watch.is_stalled):
-          if commits is not None:
-            # A commit that is under way is in no state.
-            state = commits.settle(state)
+          if commits is not None and not commits.worker.is_closed:
+            # With the newest center: a commit under way is in no state.
+            state = commits.worker.settle(state)
           watch.check_params(step, state)
           with stop_request.saving():
             # The evaluation also without `config.best_metric`: the last
