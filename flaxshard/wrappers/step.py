@@ -218,7 +218,8 @@ def value_and_grad(
   Returns:
     `(loss, grads)` or `((loss, aux), grads)`, unscaled.
   """
-  trees.check_arrays("grad_loss", grad_loss)
+  if grad_loss is not None:
+    trees.check_arrays("grad_loss", grad_loss)
   if gate_gradients != "none":
     checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
   local = stack.local_states(wrappers, states)
