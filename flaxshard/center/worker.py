@@ -193,8 +193,8 @@ class Worker:
 
     Args:
       state: The state after a local step. Do not use it again.
-      examples: Number of examples, or tokens, of the step. Their sums are the
-        weights of commits in a mean.
+      examples: Number of examples, or tokens, of the step. Their sums, with
+        those of skipped steps, are the weights of commits in a mean.
 
     Returns:
       The state to go on with.

@@ -158,6 +158,7 @@ def test_flags_may_stand_in_any_order_and_in_a_file(path, tmp_path):
     (["--noconfig.mesh.per_replica"], "mesh.per_replica", False),
     (["--config.wrappers=()"], "wrappers", ()),
     (["--config.wrappers=ema"], "wrappers", ("ema",)),
+    (["--config.wrappers="], "wrappers", ()),
     (["--config.mesh.rules={'name': 'fsdp'}"], "mesh.rules.name", "fsdp"),
     (["--config.mesh.split.inputs=(1, 2)"], "mesh.split.inputs", (1, 2)),
     (["--config.optimizer=sgd"], "optimizer", "sgd"),

@@ -210,5 +210,5 @@ def _parse(text: str, current: Any) -> Any:
   if isinstance(current, (list, tuple)) and not isinstance(
     value, (list, tuple, dict)
   ):
-    return type(current)([value])
+    return type(current)([value] if text else ())
   return value
