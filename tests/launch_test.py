@@ -140,18 +140,6 @@ def test_pods_of_the_job_set_find_each_other():
   assert _JOB["backoffLimit"] == 0
 
 
-@pytest.mark.parametrize("spec", [_JOB, _WORKERS_JOB["spec"]])
-def test_a_pod_is_one_process_that_saves_at_sigterm(spec):
-  pod = spec["template"]["spec"]
-  command = pod["containers"][0]["command"]
-  # Python itself, and not a shell, gets the signal.
-  assert command[:3] == ["python", "-m", "flaxshard"]
-  assert pod["terminationGracePeriodSeconds"] >= 60
-  count = spec["completions"]
-  assert spec["parallelism"] == count
-  assert spec is _JOB or command[-1] == f"--num_processes={count}"
-
-
 # Ray.
 
 

@@ -49,11 +49,3 @@ def test_forms_of_a_config(form):
     fs.AGN(commit="mean", outer_tx=outer_tx),
   )
   assert made == wanted and hash(made) == hash(wanted)
-
-
-def test_every_built_in_wrapper_has_a_name():
-  exported = [getattr(fs.wrappers, name) for name in fs.wrappers.__all__]
-  for cls in exported:
-    if isinstance(cls, type) and issubclass(cls, fs.wrappers.Base):
-      if cls is not fs.wrappers.Base:
-        assert from_config([cls.name]) == (cls(),)

@@ -116,14 +116,6 @@ def test_outside_run_warns_and_does_not_reduce():
   tree_equality.assert_trees_close(new.params, wanted)
 
 
-def test_groups_become_tuples_of_int():
-  wanted = fs.CrossShard("mean", grouped.HALVES)
-  for groups in (list(map(list, grouped.HALVES)), np.array(grouped.HALVES)):
-    wrapper = fs.CrossShard("mean", groups)
-    assert wrapper == wanted and hash(wrapper) == hash(wanted)
-    assert {type(i) for g in wrapper.group_assignment for i in g} == {int}
-
-
 def test_groups_that_diverge_warn(strategy, capsys):
   message = r"2 groups of 4 .* replica 0, \(0, 2, 4, 6\)"
   with pytest.warns(UserWarning, match=message):

@@ -112,22 +112,3 @@ def test_average_is_saved_restored_and_optional(tmp_path, debias):
   before, after = np.asarray(state.params["w"]), np.asarray(new.params["w"])
   expected = after if debias else (before + after) / 2
   np.testing.assert_allclose(new.eval_params["w"], expected, rtol=1e-6)
-
-
-def test_average_takes_four_bytes_per_parameter():
-  params = {"w": jnp.ones((512, 512))}
-
-  def compile_step(wrappers):
-    state = create(wrappers, params=params)
-    jitted = jax.jit(
-      lambda state: state.minimize(lambda p: (p["w"] ** 2).sum())[0],
-      donate_argnums=0,
-    )
-    return jitted.lower(state).compile().memory_analysis()
-
-  plain, ema = compile_step([]), compile_step([fs.EMA()])
-  added = ema.argument_size_in_bytes - plain.argument_size_in_bytes
-  assert added == params["w"].nbytes + 8
-  assert ema.temp_size_in_bytes - plain.temp_size_in_bytes < 4096
-  # The state is updated in place.
-  assert ema.alias_size_in_bytes - plain.alias_size_in_bytes == added
