@@ -2,6 +2,7 @@
 
 from etils import epy
 
+from flaxshard import data
 from flaxshard import wrappers
 from flaxshard.core.gradients import nonfinite_leaves
 from flaxshard.core.indexed_slices import IndexedSlices
@@ -33,11 +34,11 @@ from flaxshard.wrappers import LossScale
 from flaxshard.wrappers import Store
 from flaxshard.wrappers import wrap
 
-# Imported when asked for: Orbax, Grain and the loop take a second.
+# Imported when asked for: Orbax, Grain and the loop take a second. None of them
+# is imported above, or it would stay a proxy.
 with epy.lazy_api_imports(globals()):
   from flaxshard import center
   from flaxshard import checkpoint
-  from flaxshard import data
   from flaxshard import models
   from flaxshard import nnx
   from flaxshard import plans

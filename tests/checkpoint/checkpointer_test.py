@@ -197,8 +197,6 @@ def test_two_checkpointers_of_a_process_know_each_others_steps(tmp_path):
     with pytest.raises(ValueError, match="step=3 cannot be saved"):
       first.save(3, states.weights(3))
     first.save(6, states.weights(6))
-    first.wait()
-    assert second.all_steps() == [1, 5, 6]
 
 
 # Managers of Orbax.

@@ -74,8 +74,9 @@ def test_public_names_have_one_entry():
   names = set(flaxshard.__all__) - {"__version__"} - _MODULES
   paths = [f"flaxshard.{name}" for name in sorted(names)]
   for module in sorted(_MODULES):
-    public = _public_names(_resolve(f"flaxshard.{module}"))
-    assert public, module
+    found = _resolve(f"flaxshard.{module}")
+    public = _public_names(found)
+    assert public and inspect.ismodule(found), module
     paths += [f"flaxshard.{module}.{name}" for name in public]
   # A name may have its entry by another name.
   objects = [_resolve(path) for path in _ENTRIES]
