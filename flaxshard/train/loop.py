@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import contextlib
 import logging
 import signal
@@ -25,6 +25,7 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import endings
+from flaxshard.train import hooks as hooks_lib
 from flaxshard.train import report
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
@@ -38,7 +39,7 @@ def train_and_evaluate(
   workdir: str,
   task: Any = None,
   *,
-  hooks: Sequence[Callable[..., Any]] = (),
+  hooks: Sequence[hooks_lib.Hook] = (),
   worker_id: int | None = None,
   num_workers: int | None = None,
   start_timeout: float = 300.0,
@@ -125,29 +126,21 @@ def _run(
   rank: devices.Rank,
   strategy: Strategy,
   task: Any,
-  hooks: Sequence[Callable[..., Any]],
+  hooks: Sequence[hooks_lib.Hook],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
   workdir = devices.folder_of_worker(root, rank.worker_id)
   with multihost.raise_on_all_processes(ValueError):
     files.check_writable("workdir", workdir)
-  is_alone = multihost.process_count() == 1
-  if not is_alone:
-    same_run.check_workdir(workdir)
+  same_run.check_workdir(workdir)
   report.require_packages(config.writer)
-  call_hooks = None
-  if hooks or config.hooks:
-    # Imported here: other runs do not need it.
-    from flaxshard.train import hooks as hooks_lib
-
-    call_hooks = hooks_lib.create(config, hooks, workdir, rank.worker_id)
+  call_hooks = hooks_lib.create(config, hooks, workdir, rank.worker_id)
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
   setup = setup_lib.Setup(config, strategy, task, rank)
   lowered = setup.lowered_train_step
   steps.check_metrics(setup)
-  if not is_alone:
-    same_run.check_setup(setup)
+  same_run.check_setup(setup)
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
@@ -280,17 +273,18 @@ def _run(
             # checkpoint with a finite one is not deleted for one without.
             checkpointer.save(step, state, data=batches, metrics=evaluation)
           save_time = time.monotonic()
-        if row and call_hooks is not None:
+        if row:
           # After the save: what a hook raises does not lose this step.
           call_hooks(step, state, row)
 
     with stop_request.saving():
       checkpointer.wait()
-    if commits is not None and ends:
-      commits.publish(step, state, row)
-    if commits is not None and stopping.stopped_step is not None:
-      # Saved as it was evaluated; the others may go on from another center.
-      commits.finish(state)
+    if commits is not None:
+      if ends:
+        commits.publish(step, state, row)
+      if stopping.stopped_step is not None:
+        # Saved as it was evaluated; the others may go on from another center.
+        commits.finish(state)
   stopping.log()
   if ends or signum is None:
     report.log_result(workdir)

@@ -137,11 +137,9 @@ class MetricsFile:
   """
 
   def __init__(self, workdir: str, last_step: int):
+    kept = [row for row in read_rows(workdir) if row["step"] <= last_step]
     self._path = os.path.join(workdir, _METRICS_FILE)
-    self._text = ""
-    for row in read_rows(workdir):
-      if row["step"] <= last_step:
-        self._text += json.dumps(row) + "\n"
+    self._text = "".join(json.dumps(row) + "\n" for row in kept)
     # A crash while the file is rewritten must not lose the earlier rows.
     files.write_text(self._path, self._text)
 
@@ -152,11 +150,13 @@ class MetricsFile:
       for key, value in row.items()
     }
     line = json.dumps({"step": step, **finite}) + "\n"
-    self._text += line
     if not files.is_bucket(self._path):
       with open(self._path, "a") as f:
         f.write(line)
-    elif flush:
+      return
+    # Only here: the rows of a long run take memory.
+    self._text += line
+    if flush:
       self.close()
 
   def close(self) -> None:
