@@ -104,6 +104,7 @@ class Arrays:
   ):
     named = {"inputs": inputs, "labels": labels, **arrays}
     self.arrays = {k: x for k, x in named.items() if x is not None}
+    # An array may have the name "arrays".
     vars(self).update(self.arrays, arrays=self.arrays)
     lengths = {name: len(x) for name, x in self.arrays.items()}
     if len(set(lengths.values())) != 1:

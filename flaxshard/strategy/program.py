@@ -35,7 +35,7 @@ Reductions = tuple[Any, tuple[str | None, ...]]
 
 
 class Options(NamedTuple):
-  """How a function is compiled.
+  """The options with which a function is compiled.
 
   Attributes:
     mesh: The strategy's mesh.

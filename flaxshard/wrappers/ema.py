@@ -87,8 +87,8 @@ class EMA(base.Base):
 
   def __post_init__(self) -> None:
     checks.fields(self, checks.number, "decay", minimum=0, below=1)
-    for name in ("debias", "warmup"):
-      checks.fields(self, checks.one_of, name, allowed=(True, False))
+    switches = ("debias", "warmup")
+    checks.fields(self, checks.one_of, *switches, allowed=(True, False))
 
   def init(self, params: PyTree, tx: Any) -> EMAState:
     """Returns the first state.
