@@ -115,6 +115,8 @@ class _Watcher:
         # `raise_on_all_processes` puts the process before the message.
         if re.sub(r"^process \d+: ", "", message) != first["error"]:
           _log.error("before the error of this process, %s", first["text"])
+    # The thread may not come to it before this process ends.
+    self._set(f"answered/{self._raised}/{self._index}")
     with self._has_raised:
       self._number = self._raised
       self._raised += 1
