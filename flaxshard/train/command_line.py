@@ -61,9 +61,10 @@ def report_mistakes(verbose: bool = False, hint: str = "") -> Iterator[None]:
   try:
     yield
   except _MISTAKES as error:
-    # A note names the config whose code has raised it.
-    is_noted = hasattr(error, "__notes__")
-    if verbose or is_noted or not _is_raised_by_flaxshard(error):
+    # JAX adds notes too, to what is raised in a trace.
+    notes = getattr(error, "__notes__", ())
+    is_of_config = any(note.startswith(files.NOTE) for note in notes)
+    if verbose or is_of_config or not _is_raised_by_flaxshard(error):
       raise
     code = 1
     message = f"flaxshard: {error}{hint}"

@@ -24,15 +24,18 @@ from flaxshard.wrappers.agn_store import Store
 from flaxshard.wrappers.cross_shard import CrossShard
 from flaxshard.wrappers.ema import EMA
 
-# The names of wrappers, and of dataclasses among their arguments.
-_CLASSES: dict[str, Any] = {
+_WRAPPERS: dict[str, Any] = {
   "accumulate": Accumulate,
   "agn": AGN,
   "cross_shard": CrossShard,
-  "dynamic": loss_scale.DynamicLossScale,
   "ema": EMA,
-  "fixed": loss_scale.FixedLossScale,
   "loss_scale": loss_scale.LossScale,
+}
+
+# Objects among their arguments.
+_ARGUMENTS: dict[str, Any] = {
+  "dynamic": loss_scale.DynamicLossScale,
+  "fixed": loss_scale.FixedLossScale,
   "optimizer": optimizer.named,
   "policy": Policy,
   "store": Store,
@@ -77,18 +80,22 @@ def from_config(
         f"{argument}[{i}] must be a name or a pair (name, dict of arguments), "
         f"got {entry!r}."
       )
-    made.append(_construct(f"{argument}[{i}]", *pair))
+    made.append(_construct(f"{argument}[{i}]", *pair, _WRAPPERS))
   return stack.check(made)
 
 
-def _construct(where: str, name: Any, arguments: Any) -> Any:
+def _construct(
+  where: str, name: Any, arguments: Any, classes: dict[str, Any]
+) -> Any:
   """Builds the dataclass of a name with the arguments of a config."""
-  cls = registry.lookup(where, name, _CLASSES)
+  cls = registry.lookup(where, name, classes)
   where, arguments = f"{where} ({name!r})", dict(arguments)
   for key, value in arguments.items():
     if registry.is_dict(value):
       value = dict(value)
       # A transport that has arguments has one type only.
       kind = value.pop("type", "store" if key == "transport" else None)
-      arguments[key] = _construct(f"{where}: {key}: type", kind, value)
+      arguments[key] = _construct(
+        f"{where}: {key}: type", kind, value, _ARGUMENTS
+      )
   return registry.construct(where, cls, arguments)

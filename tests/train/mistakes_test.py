@@ -11,6 +11,7 @@ import tiny
 import flaxshard as fs
 from flaxshard import data
 from flaxshard import train
+from flaxshard.train import command_line
 from flaxshard.train import devices
 from flaxshard.train import hooks
 
@@ -44,8 +45,11 @@ class Hook:
 
 def assert_names(error, facts):
   """Asserts that a message begins with the first fact and has the others."""
+  assert_in_message(str(error.value), facts)
+
+
+def assert_in_message(message, facts):
   start, *others = facts.split()
-  message = str(error.value)
   assert message.startswith(start), message
   for fact in others:
     assert fact in message, message
@@ -155,10 +159,12 @@ def test_check_names_a_field_its_value_and_what_is_allowed(fields, facts):
   ],
 )
 @pytest.mark.filterwarnings("ignore:CrossShard")
-def test_a_set_up_names_a_field_its_value_and_what_is_allowed(fields, facts):
-  with pytest.raises(ValueError) as e:
+def test_a_mistake_in_a_set_up_is_named_in_one_line(fields, facts, capsys):
+  with pytest.raises(SystemExit), command_line.report_mistakes():
     tiny.setup(tiny.config(**fields))
-  assert_names(e, facts)
+  message = capsys.readouterr().err.removeprefix("flaxshard: ").rstrip()
+  assert "\n" not in message
+  assert_in_message(message, facts)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ from flaxshard.train.config import checking
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
 
+# The beginning of a note on what the code of a config raises.
+NOTE = "in the config "
+
 _FLAG = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 
 
@@ -95,7 +98,7 @@ def _running(place: str) -> Iterator[None]:
       f"{e.name}."
     ):
       raise ValueError(f"config {place}: {e}") from e
-    e.add_note(f"in the config {place}")
+    e.add_note(f"{NOTE}{place}")
     raise
 
 
