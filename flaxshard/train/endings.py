@@ -86,7 +86,7 @@ class Watch:
         "loss",
         f"step {int(progress.bad_step)}: the loss is not finite; {len(paths)} "
         f"of {len(jax.tree.leaves(state.params))} parameters are not finite "
-        f"after step {step}{': ' if paths else '.'}{', '.join(paths)}",
+        f"after step {step}{': ' if paths else ''}{', '.join(paths)}.",
       )
     self.is_stalled = False
     found = [w.rule for w in state.wrappers if isinstance(w, LossScale)]
@@ -172,7 +172,7 @@ class Watch:
       self._warn(kind, message)
       return
     raise FloatingPointError(
-      f"{message}\nThis state is not saved; earlier checkpoints are kept. "
+      f"{message} This state is not saved; earlier checkpoints are kept. "
       "config.on_nonfinite='continue' would go on."
     )
 
