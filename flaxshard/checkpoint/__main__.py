@@ -21,7 +21,6 @@ from collections.abc import Sequence
 import itertools
 import json
 import sys
-import time
 from typing import Any
 
 import jax
@@ -47,11 +46,11 @@ def examine(step_dir: Any, contents: bool) -> tuple[str, str | None] | None:
     has_digests = step_files.verify(step_dir, contents=contents)
     text = describe(step_dir)
   except Exception as e:  # of Orbax
-    time.sleep(steps.DELETION_SECONDS)
+    damage = steps.find_damage(step_dir, e)
     if not step_dir.exists():
       return None
-    if isinstance(e, step_files.Damaged):
-      return f"damaged: {e}", None
+    if damage is not None:
+      return f"damaged: {damage}", None
     return f"not restorable: {multihost.summarize_error(e)}", None
   if not has_digests:
     return "complete, without digests", text

@@ -49,14 +49,15 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 _DIGESTS = "digests.json"
 _TREE_METADATA = "_METADATA"  # Orbax's file in each tree of arrays
-STEP_METADATA = "_CHECKPOINT_METADATA"  # its file of a step's items
+_STEP_METADATA = "_CHECKPOINT_METADATA"  # its file of a step's items
+_ARRAYS = "array_metadatas"  # its directory in a tree, newer than that file
 
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
 # Files without a digest. Orbax writes its own metadata and the marks, of which
 # nothing is read, once more. TensorStore writes a file under a name with the
 # second suffix, and renames it.
-_UNCOMPARED = (STEP_METADATA, ".__lock", COMMIT_MARK)
+_UNCOMPARED = (_STEP_METADATA, ".__lock", COMMIT_MARK)
 
 # Errors of a file that is not what was saved. Others, such as too many open
 # files, no permission or no network, say nothing of the file, and are raised as
@@ -82,14 +83,16 @@ def names_in(directory: Directory) -> set[str]:
     return set()
 
 
-def is_complete(step_dir: files_lib.Path) -> bool:
-  """Returns whether the directory of a step exists and is no unfinished save.
+def is_complete(path: Directory) -> bool:
+  """Returns whether what has the final name of a step is no unfinished save.
 
   Args:
-    step_dir: Path of the directory with the final name.
+    path: An existing path whose name is a number.
   """
-  names = names_in(epath.Path(step_dir))
-  return COMMIT_MARK in names if files_lib.is_bucket(step_dir) else bool(names)
+  if files_lib.is_bucket(path):
+    return COMMIT_MARK in names_in(path)
+  # Not `is_dir`: a step that cannot be looked at must not be passed over.
+  return not path.is_file()
 
 
 def unfinished(directory: str, step: int) -> Directory:
@@ -198,13 +201,15 @@ def check(where: Directory) -> dict[str, Any] | None:
   if not names:
     # A process that is killed while it deletes a step can leave an empty one.
     raise Damaged(f"{where} is {'empty' if where.exists() else 'missing'}.")
-  if STEP_METADATA in names or FLAXSHARD in names:
-    path = where / STEP_METADATA
+  # A deletion that was killed can leave a whole item alone.
+  is_newer = any(_is_newer_item(where / name) for name in PLAIN)
+  if is_newer or not names.isdisjoint((_STEP_METADATA, FLAXSHARD)):
+    path = where / _STEP_METADATA
     # The handlers by item, or the only one; None in a step of an older Orbax.
     items = read_json(path).get("item_handlers")
     for item in sorted(items) if isinstance(items, dict) else ():
       if item not in names:
-        raise Damaged(f"{where / item} is missing; {STEP_METADATA} has it.")
+        raise Damaged(f"{where / item} is missing; {_STEP_METADATA} has it.")
   if METRICS in names and METRICS in names_in(where / METRICS):
     read_json(where / METRICS / METRICS)
   if FLAXSHARD not in names:
@@ -219,6 +224,12 @@ def check(where: Directory) -> dict[str, Any] | None:
       f"the name {saved} to restore it."
     )
   return metadata
+
+
+def _is_newer_item(tree: Directory) -> bool:
+  """Returns whether a tree was saved as an item, by no old Orbax."""
+  names = names_in(tree)
+  return _ARRAYS in names and _STEP_METADATA not in names
 
 
 def verify(

@@ -32,9 +32,8 @@ OURS = re.compile(r"(?:checkpoint_)?(0|[1-9]\d*)", re.ASCII)
 
 _CHECKPOINTS = "checkpoints"  # where a workdir has its steps
 
-# The program that saves may be deleting a step while it is read: it is gone
-# after so many seconds.
-DELETION_SECONDS = 0.5
+# A step that another program is deleting is gone after so many seconds.
+_DELETION_SECONDS = 0.5
 
 
 def as_path(path: files.Path) -> Directory:
@@ -47,7 +46,8 @@ def find(
 ) -> dict[int, Directory]:
   """Returns the path of each complete step in a directory, in their order.
 
-  Only the names of entries are looked at. `7` precedes `checkpoint_7`.
+  A file whose name is a number is no step, as for Orbax's managers. `7`
+  precedes `checkpoint_7`.
 
   Args:
     directory: The directory to list.
@@ -56,10 +56,9 @@ def find(
   path = as_path(directory)
   found: dict[int, Directory] = {}
   for name in sorted(step_files.names_in(path)):
-    match = names.fullmatch(name)
-    may_be_unfinished = files.is_bucket(path) and name.isdigit()
-    if match and (not may_be_unfinished or step_files.is_complete(path / name)):
-      found.setdefault(int(match[1]), path / name)
+    match, where = names.fullmatch(name), path / name
+    if match and (not name.isdigit() or step_files.is_complete(where)):
+      found.setdefault(int(match[1]), where)
   return dict(sorted(found.items()))
 
 
@@ -187,7 +186,7 @@ def read_newest(
     try:
       return number, read_step(found[number])
     except Exception as e:
-      error = _find_damage(found[number], e)
+      error = find_damage(found[number], e)
       if error is None:
         raise
       failures[number] = str(error)
@@ -204,25 +203,24 @@ def read_newest(
   )
 
 
-def _find_damage(where: Any, error: Exception) -> step_files.Damaged | None:
+def find_damage(where: Any, error: Exception) -> step_files.Damaged | None:
   """Returns the damage of a step that caused an error, if there is any.
 
   Another program may delete a step while it is read, file by file: what Orbax
-  then raises depends on the file.
+  then raises depends on the file. So the step is looked at again once it would
+  be gone.
+
+  Args:
+    where: Path of the directory of the step, or of its file.
+    error: What reading it raised.
   """
-  if isinstance(error, step_files.Damaged):
-    return error
-  # The processes of one program may see different moments of it. If this
-  # process cannot read the files, the first error says why.
+  # The processes of one program may see different moments of a deletion.
   if jax.process_count() == 1:
+    time.sleep(_DELETION_SECONDS)
+    # If this process cannot read the files, the first error says why.
     with contextlib.suppress(OSError):
       try:
-        names = step_files.names_in(where)
         step_files.verify(where, contents=False)
-        if names.isdisjoint((step_files.FLAXSHARD, step_files.STEP_METADATA)):
-          # It is that of an old Orbax, or is being deleted.
-          time.sleep(DELETION_SECONDS)
-          step_files.check(where)
       except step_files.Damaged as e:
         return e
-  return None
+  return error if isinstance(error, step_files.Damaged) else None
