@@ -355,13 +355,6 @@ class Checkpointer:
             create_directories_asynchronously=False,
           ),
         ),
-        # A fresh process can only restore items whose handlers are named here.
-        # They are new ones: a failed save leaves records in them.
-        item_handlers={
-          **items_lib.item_handlers(plain_item=self._plain_item),
-          step_files.POSITION: ocp.JsonCheckpointHandler(),
-          step_files.FLAXSHARD: ocp.JsonCheckpointHandler(),
-        },
       )
     except SaveError:
       self._close_manager()  # in all processes

@@ -89,11 +89,9 @@ MISTAKES = [
   (save(create, best_mode="min"), ValueError, "best_mode need best_metric"),
   (save(create, best_metric="a", best_mode="most"), ValueError, "'most'"),
   (save(create, plain_item="zzz"), ValueError, "plain_item.* 'zzz'"),
-  (lambda _: fs.checkpoint.item_handlers(plain_item="y"), ValueError, "'y'"),
   (save(create, config={"a": object()}), TypeError, "object .*JSON"),
   (save(create, path="digits/checkpoints/3"), ValueError, "one checkpoint"),
   (save(create, path="file/below"), ValueError, "directory.*file/below"),
-  (lambda runs: fs.Checkpointer(None), TypeError, "NoneType"),
   # Restoring.
   (restore("digitz"), ValueError, "digitz: there is no such path"),
   (restore("empty"), ValueError, "empty: it has no steps"),
