@@ -163,6 +163,11 @@ class Padder:
       for path, leaf in leaves.items()
     }
     if self.mask is not None:
+      if any(path.startswith(f"{self.mask}/") for path in leaves):
+        raise ValueError(
+          f"batch[{self.mask}] must be a bool array [batch, ...], got a tree; "
+          "the argument mask= sets another key for the mask of padding."
+        )
       # Its rows are split as those of the leaf with the most parts.
       most = max(leaves, key=lambda path: parts[path][0])
       specs.setdefault(self.mask, P(*specs[most][:1]))

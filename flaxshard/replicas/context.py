@@ -96,11 +96,14 @@ class ReplicaContext:
       ValueError: `reduce_op` is neither `"sum"` nor `"mean"`.
     """
     checks.one_of("reduce_op", reduce_op, REDUCE_OPS)
-    value = jax.tree.map(
-      lambda x: x if is_indexed_slices(x) else _as_number(x),
-      value,
-      is_leaf=is_indexed_slices,
-    )
+
+    def as_summand(x: Any) -> Any:
+      if is_indexed_slices(x):
+        return x
+      # The sum of integers may wrap around though their mean does not.
+      return _as_number(x) / 1 if reduce_op == "mean" else _as_number(x)
+
+    value = jax.tree.map(as_summand, value, is_leaf=is_indexed_slices)
     # Of a context that is used outside of `run`, JAX then reports the axis.
     with activate(self):
       return reduce_over_replicas(reduce_op, value)
@@ -300,9 +303,7 @@ def reduce_over_replicas(
   if num_replicas() == 1:
     # XLA fails to reduce over an axis of one device if the array is sharded
     # over other axes.
-    if op != "mean":
-      return tree
-    return jax.tree.unflatten(treedef, [x / 1 for x in leaves])
+    return tree
   count = len(groups[0]) if groups else num_replicas()
   collective = getattr(jax.lax, f"p{op}")
   sent = {

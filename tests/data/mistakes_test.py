@@ -90,7 +90,6 @@ def two_numbers(example, rng):
 TOKENS = np.arange(9)
 BYTES = TOKENS.astype(np.uint8)
 MASKED = np.ma.masked_array([1, 2], [0, 1])
-SHORT = rows(8), rows(3)
 OBJECTS = np.array([[1, 2], None], object)
 WORDS = np.array(["x", "y"])
 KEYS = jax.random.split(jax.random.key(0))
@@ -164,9 +163,9 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: distributed(FLOATS, INTEGERS), ValueError, "x:.*int32.*float32"),
     (lambda: distributed(FLOATS, [TOKENS]), ValueError, "x:"),
     # Masks and buckets.
-    (lambda: distributed(*SHORT, mask=None), ValueError, "3 .*8.*mask"),
     (lambda: distributed(np.ones(8), np.ones(3)), ValueError, "3 .*8.*mask"),
     (lambda: distributed(FLOAT_MASK), ValueError, r"\[mask\].*bool.*float"),
+    (lambda: distributed({"mask": FLOATS}), ValueError, r"\[mask\].*a tree"),
     (lambda: distributed(bucket="even"), ValueError, "bucket.*power_.*'even'"),
     (lambda: bucketed(mask=None), ValueError, "bucket.*mask=None"),
     (lambda: distributed(bucket_dims=(1,)), ValueError, "bucket_dims.*power_"),
