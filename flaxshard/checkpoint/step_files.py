@@ -240,7 +240,7 @@ def verify(
   Orbax's marks `commit_success.txt`, of which nothing is read, do not count.
 
   Args:
-    step_dir: Path of the directory of the step.
+    step_dir: Path of the directory of the step, or of an item of it.
     part: Index of the part of the files to compare, for several processes.
     parts: Number of parts that the files are divided into.
     contents: Whether to read the files; otherwise only sizes are compared.
@@ -264,6 +264,8 @@ def verify(
     False
   """
   where: Directory = epath.Path(step_dir)
+  if (where.parent / FLAXSHARD / _DIGESTS).exists():
+    where = where.parent  # of an item
   path = where / FLAXSHARD / _DIGESTS
   if check(where) is None:
     _log.info("%s has no digests: it is read without a check", where)
