@@ -3,8 +3,8 @@
 The package is not called `plan`: that is the function `flaxshard.plan`.
 """
 
-from flaxshard.plans.check import Finding
-from flaxshard.plans.check import Findings
+from flaxshard.plans.findings import Finding
+from flaxshard.plans.findings import Findings
 from flaxshard.plans.plan import Memory
 from flaxshard.plans.plan import Plan
 from flaxshard.plans.traffic import Collective

@@ -2,87 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-import dataclasses
 import math
-import re
 from typing import Any
 
 import jax
 
 from flaxshard.core import checks
 from flaxshard.core import jaxprs
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import source_lines
 from flaxshard.partitioning import rules as rules_lib
+from flaxshard.plans import findings
+from flaxshard.plans import sharding_checks
 from flaxshard.plans import step as step_lib
+from flaxshard.plans.findings import Finding
+from flaxshard.plans.findings import Findings
 from flaxshard.plans.step import Leaf
 from flaxshard.plans.step import Step
-from flaxshard.plans.traffic import Collective
 
 PyTree = Any
 
-_MOVING = ("all-gather", "all-to-all", "collective-permute")
-_REDUCING = ("all-reduce", "reduce-scatter")
 _OF_ANY_SIZE = ("changed state", "host callback")
 _CALLBACKS = ("debug_callback", "debug_print", "io_callback", "pure_callback")
-# Paths that a sentence names before it counts the others.
-_MAX_LISTED = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-  """One likely mistake in a compiled step.
-
-  Attributes:
-    kind: "batch", "replicated state", "float32 gradients", "activations",
-      "host callback", "donation", "changed state" or "large constant".
-    message: What was found and what to do about it.
-    paths: Paths of the arrays of the state that it concerns, such as
-      `params/Dense_0/kernel`; empty if it concerns none.
-    source: The user's line, such as `model.py:12`, or "".
-    nbytes: Bytes on each device that the mistake costs: of memory, or, for a
-      collective, of its results in one call of the step.
-  """
-
-  kind: str
-  message: str
-  paths: tuple[str, ...] = ()
-  source: str = ""
-  nbytes: int = 0
-
-  def __str__(self) -> str:
-    where = f"{self.source}: " if self.source else ""
-    return f"{where}{self.kind}: {self.message}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Findings:
-  """All findings of a step, the most expensive first.
-
-  `str()` has a line for each. A result without findings is false.
-
-  Attributes:
-    findings: The findings.
-    notes: Sentences on what could not be checked.
-  """
-
-  findings: tuple[Finding, ...]
-  notes: tuple[str, ...] = ()
-
-  def __iter__(self) -> Iterator[Finding]:
-    return iter(self.findings)
-
-  def __len__(self) -> int:
-    return len(self.findings)
-
-  def __getitem__(self, index: int) -> Finding:
-    return self.findings[index]
-
-  def __str__(self) -> str:
-    lines = [f"{i}. {x}" for i, x in enumerate(self.findings, 1)]
-    return "\n".join([*(lines or ["no findings"]), *self.notes])
 
 
 def check(
@@ -171,18 +112,13 @@ def check_step(
   ignore: Sequence[str] = (),
 ) -> Findings:
   """Checks a step that is compiled already; see `check`."""
-  new_state = step.new_state()
   found = [
-    *_replicated_parameters(step, rules),
-    *_replicated_slots(step),
-    *_batch_on_every_device(step),
-    *_moved_examples(step),
-    *_float32_gradients(step),
+    *sharding_checks.find(step, rules),
     *_large_constants(step),
     *_callbacks(step),
   ]
   notes: tuple[str, ...] = ()
-  if new_state is not None:
+  if (new_state := step.new_state()) is not None:
     found += _new_state(step, new_state)
   elif step.compiled is None:
     notes = (
@@ -202,203 +138,6 @@ def check_step(
   ]
   kept.sort(key=lambda finding: finding.nbytes, reverse=True)
   return Findings(tuple(kept), notes)
-
-
-def _of_arrays(
-  kind: str, leaves: Sequence[Leaf], message: str
-) -> Iterator[Finding]:
-  """Yields one finding for all leaves, the largest first; none for none."""
-  if not leaves:
-    return
-  ordered = sorted(leaves, key=lambda leaf: leaf.nbytes, reverse=True)
-  paths = tuple(leaf.path for leaf in ordered)
-  listed = checks.listed(paths, _MAX_LISTED)
-  nbytes = sum(leaf.nbytes for leaf in ordered)
-  yield Finding(kind, _with_size(listed, nbytes, message), paths, "", nbytes)
-
-
-def _of_lines(
-  kind: str, moved: Sequence[Collective], message: str
-) -> Iterator[Finding]:
-  """Yields one finding for each of the user's lines."""
-  lines: dict[str, list[Collective]] = {}
-  for one in moved:
-    lines.setdefault(one.source, []).append(one)
-  for source, group in lines.items():
-    kinds = " and ".join(sorted({one.kind for one in group}))
-    axes = ", ".join(
-      sorted({repr(axis) for one in group for axis in one.along})
-    )
-    nbytes = int(sum(x.executions * x.result_bytes for x in group))
-    text = _with_size(f"{kinds} over {axes}", nbytes, message)
-    if not source:
-      text += f" (In {group[0].op_name or 'the program'}.)"
-    yield Finding(kind, text, source=source, nbytes=nbytes)
-
-
-def _with_size(what: str, nbytes: int, message: str) -> str:
-  return f"{what} ({checks.format_bytes(nbytes)} on each device): {message}"
-
-
-def _parameters(step: Step) -> list[Leaf]:
-  """Returns the leaves of the state that are those of `step.params`."""
-  if step.params is step.state:
-    return step.state_leaves
-  return [x for x in step.state_leaves if x.path.startswith("params/")]
-
-
-def _replicated_parameters(
-  step: Step, rules: rules_lib.Rules
-) -> Iterator[Finding]:
-  """Finds parameters that are whole against their rule, or unlike others."""
-  mesh, params = step.mesh, _parameters(step)
-  if mesh is None:
-    return
-  if rules is not None:
-    specs = jax.tree.leaves(
-      rules_lib.resolve(rules, mesh, step.params),
-      is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec),
-    )
-    sharded = lambda spec: jax.sharding.NamedSharding(mesh, spec)
-    yield from _of_arrays(
-      "replicated state",
-      [
-        x
-        for x, spec in zip(params, specs, strict=True)
-        if x.nbytes > dataclasses.replace(x, sharding=sharded(spec)).nbytes
-      ],
-      "not split as the rules say. Create the state with these rules: "
-      "create_train_state(..., strategy=, rules=).",
-    )
-    return
-  # Layers are numbered. If most of them are split, all should be.
-  alike = lambda x: (re.sub(r"\d+", "#", x.path), x.shape)
-  is_whole = lambda x: x.local_shape == x.shape
-  layers: Counter[Any] = Counter()
-  for x in params:
-    layers[alike(x)] += -1 if is_whole(x) else 1
-  yield from _of_arrays(
-    "replicated state",
-    [x for x in params if is_whole(x) and layers[alike(x)] > 0],
-    "whole, although other layers are split. Add a rule that splits it, or "
-    "pass rules= if it is meant so.",
-  )
-
-
-def _replicated_slots(step: Step) -> Iterator[Finding]:
-  """Finds slots, and averages, that are split less than their parameter."""
-  if step.params is step.state:
-    return
-  paths = [path for path, _ in jax.tree.leaves_with_path(step.params)]
-  params = dict(zip(paths, _parameters(step), strict=True))
-  owners = opt_state_lib.parameters_of(step.state, step.params)
-  yield from _of_arrays(
-    "replicated state",
-    [
-      leaf
-      for leaf, path in zip(step.state_leaves, owners, strict=True)
-      if path is not None
-      and leaf.shape == params[path].shape
-      and leaf.local_size > params[path].local_size
-    ],
-    "not split as the parameter is. Initialize it with the sharding of the "
-    "parameter: create_train_state(..., strategy=) does.",
-  )
-
-
-def _batch_on_every_device(step: Step) -> Iterator[Finding]:
-  if step.mesh is None or step.compiled is None or not step.batch_leaves:
-    return
-  used = {
-    axis for leaf in step.leaves for axes in leaf.axes_by_dim for axis in axes
-  }
-  # A step may split its batch inside.
-  used.update(axis for one in step.collectives for axis in one.along)
-  idle = [n for n, k in step.mesh.shape.items() if k > 1 and n not in used]
-  if idle:
-    number = math.prod(step.mesh.shape[name] for name in idle)
-    yield Finding(
-      "batch",
-      f"nothing is split over the mesh axis {', '.join(map(repr, idle))}: "
-      f"{number} devices compute the same. Split the batch over it, as "
-      "strategy.shard_batch(batch) does.",
-      nbytes=max(leaf.nbytes for leaf in step.batch_leaves),
-    )
-
-
-def _batch_axes(step: Step) -> frozenset[str]:
-  """Returns the mesh axes that split the examples of the batch."""
-  # Dimension 1 if the batches of several steps are stacked. An axis of one
-  # device along dimension 0 says that the examples are there.
-  for dim in range(2):
-    axes = {
-      axis
-      for leaf in step.batch_leaves
-      if dim < len(leaf.shape)
-      for axis in leaf.axes_by_dim[dim]
-    }
-    if axes and step.mesh is not None:
-      return frozenset(name for name in axes if step.mesh.shape[name] > 1)
-  return frozenset()
-
-
-def _lengths(shape: Sequence[int]) -> tuple[int, ...]:
-  """Returns the lengths of an array, however its dimensions are ordered."""
-  return tuple(sorted(n for n in shape if n != 1))
-
-
-def _moved_examples(step: Step) -> Iterator[Finding]:
-  """Finds examples, and activations of them, that devices exchange."""
-  axes = _batch_axes(step)
-  # What is as large as an array of the state is none of them: split parameters
-  # are gathered where the model uses them, also of layers that nn.scan stacks
-  # along the first dimension.
-  sizes = {
-    size // length
-    for leaf in step.state_leaves
-    for size in (math.prod(leaf.shape), leaf.local_size)
-    for length in (1, *leaf.shape[:1])
-    if length
-  }
-  moved = [
-    one
-    for one in step.collectives
-    if one.kind in _MOVING and one.along and axes.issuperset(one.along)
-    # In jax.shard_map the user writes the collectives. What stands in a
-    # conditional is rare, such as a commit of AGN.
-    if not one.in_conditional and "shard_map" not in one.op_name
-    if not any(array.size in sizes for array in one.results)
-  ]
-  # As the batch, perhaps transposed: a program does not say what it moves.
-  batch = {_lengths(leaf.local_shape) for leaf in step.batch_leaves}
-  yield from _of_lines(
-    "batch",
-    [x for x in moved if any(_lengths(y.dims) in batch for y in x.operands)],
-    "devices exchange examples of the batch. Split it along its first "
-    "dimension alone, and do not mix this dimension with others in a reshape "
-    "or an index.",
-  )
-  yield from _of_lines(
-    "activations",
-    [x for x in moved if x.kind == "all-gather" and "jvp(" in x.op_name],
-    "devices exchange activations of the examples. Constrain them to the "
-    "sharding of the batch with jax.lax.with_sharding_constraint.",
-  )
-
-
-def _float32_gradients(step: Step) -> Iterator[Finding]:
-  if step.device.platform == "cpu":
-    return
-  yield from _of_lines(
-    "float32 gradients",
-    [
-      dataclasses.replace(one, results=one.widened)
-      for one in step.collectives
-      if one.kind in _REDUCING and one.group_size > 1 and one.widened
-    ],
-    "float32 that was cast from bfloat16. Cast after the sum: half of the "
-    "bytes are sent.",
-  )
 
 
 def _large_constants(step: Step) -> Iterator[Finding]:
@@ -452,14 +191,14 @@ def _new_state(step: Step, new_state: Sequence[Leaf]) -> Iterator[Finding]:
     # What comes back otherwise cannot overwrite it; see `_describe_change`.
     if (before.shape, before.dtype) == (after.shape, after.dtype):
       kept += [] if before.donated else [before]
-  yield from _of_arrays(
+  yield from findings.of_arrays(
     "donation",
     kept,
     "not donated, so the old and the new state are in memory together. Jit "
     "the step with donate_argnums=0, or the position of the state.",
   )
   for change, leaves in changed.items():
-    yield from _of_arrays("changed state", leaves, change)
+    yield from findings.of_arrays("changed state", leaves, change)
 
 
 def _describe_change(before: Leaf, after: Leaf) -> str:

@@ -16,7 +16,7 @@ import jax
 
 from flaxshard.core import checks
 from flaxshard.plans import step as step_lib
-from flaxshard.plans.check import Findings
+from flaxshard.plans.findings import Findings
 from flaxshard.plans.traffic import Collective
 from flaxshard.wrappers.accumulate import Accumulate
 from flaxshard.wrappers.agn import AGN
