@@ -11,7 +11,7 @@ A tree of gradients is a tree like the parameters. A leaf is one of:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -20,6 +20,7 @@ from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import indexed_slices
 from flaxshard.core import jaxprs
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
@@ -73,16 +74,11 @@ def map_gradients(
 ) -> PyTree:
   """Applies `fn` to the gradients of a tree; other leaves stay as they are.
 
-  Of an `IndexedSlices` it gets the rows. It must map zeros to zeros.
+  Of an `IndexedSlices` it gets the rows: row numbers are integers. It must map
+  zeros to zeros.
   """
-
-  def map_leaf(path: trees.Path, g: Any) -> Any:
-    if not has_gradient(path, g):
-      return g
-    return g.map_values(fn) if is_indexed_slices(g) else fn(jnp.asarray(g))
-
   return jax.tree_util.tree_map_with_path(
-    map_leaf, grads, is_leaf=is_indexed_slices
+    lambda path, g: fn(jnp.asarray(g)) if has_gradient(path, g) else g, grads
   )
 
 
@@ -116,9 +112,8 @@ def conform(grads: PyTree, params: PyTree) -> PyTree:
     g is None or (isinstance(g, jax.Array) and g.shape == np.shape(p))
     for g, (_, p) in zip(leaves, wanted, strict=True)
   ):
-    for path, g in jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_leaf):
-      if is_indexed_slices(g):
-        g.check(f"grads[{trees.path_string(path)}]")
+    for path, g in indexed_slices.find(grads).items():
+      g.check(f"grads[{trees.path_string(path)}]")
     grads = trees.conform("grads", grads, params, dtypes=False, is_leaf=is_leaf)
     leaves = structure.flatten_up_to(grads)
   for i, (path, _) in enumerate(wanted):
@@ -203,9 +198,8 @@ def all_finite(grads: PyTree) -> jax.Array:
   know along which axes they vary, and the devices may get different results.
 
   Args:
-    grads: A tree of gradients. Leaves without a gradient do not count. Of an
-      `IndexedSlices` the sums of the rows of equal numbers do; padding does
-      not.
+    grads: A tree of gradients. Leaves without a gradient do not count. Rows are
+      those that `deduplicate` returns.
 
   Returns:
     A bool scalar.
@@ -215,8 +209,9 @@ def all_finite(grads: PyTree) -> jax.Array:
     False
   """
   finite = jnp.array(True)
-  for _, x in _values(grads):
-    finite &= _is_finite(x)
+  for path, x in jax.tree_util.tree_leaves_with_path(grads):
+    if has_gradient(path, x):
+      finite &= _is_finite(jnp.asarray(x))
   axes = tuple(sorted(jax.typeof(finite).manual_axis_type.varying))
   if axes:
     # pmin takes numbers, not booleans.
@@ -243,20 +238,14 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
     >>> nonfinite_leaves({"a": jnp.ones(2), "b": {"c": jnp.array([jnp.nan])}})
     ['b/c']
   """
+  flat = jax.tree_util.tree_leaves_with_path(
+    deduplicate(grads), is_leaf=is_indexed_slices
+  )
   return [
     trees.path_string(path)
-    for path, x in _values(grads)
-    if not bool(jnp.all(jnp.isfinite(x)))
+    for path, g in flat
+    if has_gradient(path, g) and not bool(all_finite(g))
   ]
-
-
-def _values(grads: PyTree) -> Iterator[tuple[trees.Path, jax.Array]]:
-  """Yields path and values of each gradient; of rows, their distinct ones."""
-  for path, g in jax.tree_util.tree_leaves_with_path(
-    deduplicate(grads), is_leaf=is_indexed_slices
-  ):
-    if has_gradient(path, g):
-      yield path, g.values if is_indexed_slices(g) else jnp.asarray(g)
 
 
 def _is_finite(x: jax.Array) -> jax.Array:

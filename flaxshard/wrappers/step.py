@@ -29,7 +29,6 @@ from flaxshard.replicas import rows
 from flaxshard.sparse import lookups
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
-from flaxshard.wrappers.cross_shard import CrossShard
 from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
@@ -423,24 +422,26 @@ def update(
   # What gradients pass through, from the optimizer to the outside.
   apply: base.Next = apply_tx
   for w in reversed(wrappers):
-    if is_due and w.reduces == "inside":
-      apply, is_due = functools.partial(_apply_reduced, reduction, apply), False
-    apply = functools.partial(_apply_wrapper, w, apply)
-  if indexed_slices.find(grads):
-    apply = functools.partial(_apply_rows, tx, wrappers, apply)
-  if is_due:
-    # Before all others: a reduced gradient carries the NaN of any replica to
-    # all of them, so that LossScale needs no collective of its own.
-    apply = functools.partial(_apply_reduced, reduction, apply)
-  if reduction is None:
-    for w in wrappers:
-      if w.reduces == "inside" and context is not None:
+    if w.reduces == "inside" and context is not None:
+      if reduction is None:
         raise ValueError(
           f"skip_gradients_aggregation: the wrapper {w.name!r} keeps gradients "
           "of each replica, which it reduces when it applies them. Without "
           "that, use per_replica=False."
         )
-    apply = functools.partial(_apply_as_they_are, apply)
+      if is_due:
+        apply, is_due = (
+          functools.partial(_apply_reduced, reduction, apply),
+          False,
+        )
+    apply = functools.partial(_apply_wrapper, w, apply)
+  has_rows = bool(indexed_slices.find(grads))
+  if is_due:
+    # Before all others: a reduced gradient carries the NaN of any replica to
+    # all of them, so that LossScale needs no collective of its own.
+    grads = replica_context.reduce_gradients(reduction, grads)
+  if has_rows:
+    grads = _take_rows(tx, wrappers, grads)
   if wrappers:
     target = target._replace(
       # A step that a user made may be weakly typed: lax.cond refuses branches
@@ -448,7 +449,10 @@ def update(
       step=jnp.asarray(target.step, jnp.int32),
       wrapper_states=stack.local_states(wrappers, target.wrapper_states),
     )
-  target = apply(target, grads)
+  with replica_context.marked(
+    gradients_reduced=is_due, aggregation_skipped=reduction is None
+  ):
+    target = apply(target, grads)
   if wrappers and context is None:
     states = stack.add_replica_axis(wrappers, target.wrapper_states)
     return target._replace(wrapper_states=states)
@@ -464,33 +468,31 @@ def _apply_wrapper(
   return target._replace(wrapper_states=states)
 
 
-def _apply_rows(
-  tx: Any,
-  wrappers: Wrappers,
-  next: base.Next,
-  target: base.Target,
-  grads: PyTree,
-) -> base.Target:
-  """Applies gradients, some of which are rows of tables."""
-  if replica_context.get_replica_context() is None:
-    grads = rows.gather_over_mesh(grads)
-  grads = _to_dense_unless_taken(wrappers, "apply", grads)
-  return next(target, _to_dense_unless_updated(tx, grads))
-
-
 def _apply_reduced(
   op: Any, next: base.Next, target: base.Target, grads: PyTree
 ) -> base.Target:
   """Applies the mean or the sum of gradients over the replicas."""
-  return CrossShard(op).apply((), target, grads, next)[0]
-
-
-def _apply_as_they_are(
-  next: base.Next, target: base.Target, grads: PyTree
-) -> base.Target:
-  """Applies gradients that no wrapper is to reduce."""
-  with replica_context.marked(aggregation_skipped=True):
+  grads = replica_context.reduce_gradients(op, grads)
+  with replica_context.marked(gradients_reduced=True):
     return next(target, grads)
+
+
+def _take_rows(tx: Any, wrappers: Wrappers, grads: PyTree) -> PyTree:
+  """Returns gradients with rows where wrappers and the optimizer take them."""
+  if replica_context.get_replica_context() is None:
+    grads = rows.gather_over_mesh(grads)
+  grads = _to_dense_unless_taken(wrappers, "apply", grads)
+  mask = parameter_groups.sparse_mask(tx, grads)
+  tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
+  found = indexed_slices.find(grads)
+  others = [trees.path_string(path) for path in found if path not in tables]
+  if others:
+    checks.warn(
+      f"grads: {', '.join(others)} has an IndexedSlices, and the optimizer "
+      "does not update its rows: it becomes a whole array. Name the parameter "
+      "in sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
+    )
+  return indexed_slices.to_dense(grads, keep=tables)
 
 
 def _to_dense_unless_taken(
@@ -506,9 +508,10 @@ def _to_dense_unless_taken(
     hook: Name of the method that gets the gradients.
     grads: The gradients.
   """
-  tables = indexed_slices.find(grads)
-  for w in wrappers if tables else ():
-    if base.overrides(w, hook) and not w.takes_indexed_slices:
+  for w in wrappers:
+    if w.takes_indexed_slices or not base.overrides(w, hook):
+      continue
+    if tables := indexed_slices.find(grads):
       checks.warn(
         f"wrapper {w.name!r}: {hook} takes no IndexedSlices: the gradients of "
         f"{', '.join(map(trees.path_string, tables))} become whole arrays, and "
@@ -517,18 +520,3 @@ def _to_dense_unless_taken(
       )
       return indexed_slices.to_dense(grads)
   return grads
-
-
-def _to_dense_unless_updated(tx: Any, grads: PyTree) -> PyTree:
-  """Makes whole arrays of rows that an optimizer does not update as rows."""
-  mask = parameter_groups.sparse_mask(tx, grads)
-  tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
-  rows = indexed_slices.find(grads)
-  others = [trees.path_string(path) for path in rows if path not in tables]
-  if others:
-    checks.warn(
-      f"grads: {', '.join(others)} has an IndexedSlices, and the optimizer "
-      "does not update its rows: it becomes a whole array. Name the parameter "
-      "in sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
-    )
-  return indexed_slices.to_dense(grads, keep=tables)
