@@ -231,44 +231,17 @@ def _check_order(function: str, tx: Any, *outer: type[_WithAttributes]) -> None:
     )
 
 
-def sparse_mask(tx: Any, params: PyTree) -> PyTree | None:
+def sparse_mask(tx: Any, trained: PyTree) -> PyTree | None:
   """Returns which parameters are tables of `sparse_rows`, or None if none is.
 
   Args:
     tx: An optimizer.
-    params: The parameters of a train state, or a tree like them.
+    trained: A tree like the parameters, without the frozen ones.
 
   Returns:
-    A tree of booleans like `params`. A frozen parameter is no table.
+    A tree of booleans like `trained`.
   """
-  if not isinstance(tx, SparseRows):
-    return None
-  mask, frozen = _mask(tx.patterns, params), frozen_mask(tx, params)
-  if frozen is None:
-    return mask
-  return jax.tree.map(lambda is_table, f: is_table and not f, mask, frozen)
-
-
-def frozen_mask(tx: Any, params: PyTree) -> PyTree | None:
-  """Returns which parameters an optimizer freezes, or None if it freezes none.
-
-  Args:
-    tx: An optimizer.
-    params: The parameters of a train state, or a tree like them.
-
-  Returns:
-    A tree of booleans like `params`.
-
-  Example:
-    >>> tx = freeze(optax.sgd(0.1), ["a"])
-    >>> frozen_mask(tx, {"a": 1.0, "b": 2.0})
-    {'a': True, 'b': False}
-  """
-  if isinstance(tx, SparseRows):
-    tx = tx.inner
-  if not isinstance(tx, Frozen):
-    return None
-  return _mask(tx.patterns, params)
+  return _mask(tx.patterns, trained) if isinstance(tx, SparseRows) else None
 
 
 def drop_frozen(tx: Any, tree: PyTree) -> PyTree:
@@ -277,11 +250,17 @@ def drop_frozen(tx: Any, tree: PyTree) -> PyTree:
   Args:
     tx: An optimizer.
     tree: A tree like the parameters. None may stand for a leaf.
+
+  Example:
+    >>> drop_frozen(freeze(optax.sgd(0.1), ["a"]), {"a": 1.0, "b": 2.0})
+    {'a': None, 'b': 2.0}
   """
-  mask = frozen_mask(tx, tree)
-  if mask is None:
+  if isinstance(tx, SparseRows):
+    tx = tx.inner
+  if not isinstance(tx, Frozen):
     return tree
-  return jax.tree.map(lambda m, x: None if m else x, mask, tree)
+  mask = _mask(tx.patterns, tree)
+  return jax.tree.map(lambda is_frozen, x: None if is_frozen else x, mask, tree)
 
 
 def zero_accumulators(tx: Any, params: PyTree) -> PyTree:

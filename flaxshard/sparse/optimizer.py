@@ -355,8 +355,9 @@ def _find_tables(tx: SparseRows, params: PyTree) -> list[trees.Path]:
     PatternError: A pattern matches no parameter, or one that is no table.
   """
   patterns_lib.check_used(tx.argument, tx.patterns, trees.names(params))
-  mask = jax.tree.leaves(parameter_groups.sparse_mask(tx, params))
-  leaves = jax.tree_util.tree_leaves_with_path(params)
+  trained = parameter_groups.drop_frozen(tx, params)
+  mask = jax.tree.leaves(parameter_groups.sparse_mask(tx, trained))
+  leaves = jax.tree_util.tree_leaves_with_path(trained)
   tables = [leaf for leaf, m in zip(leaves, mask, strict=True) if m]
   for path, p in tables:
     dtype, shape = trees.dtype_of(p), jnp.shape(p)
