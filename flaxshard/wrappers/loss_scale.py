@@ -141,6 +141,8 @@ class DynamicLossScale:
         f"{self.initial_scale!r}."
       )
 
+  # One program in an eager step too, which would dispatch each operation.
+  @functools.partial(jax.jit, static_argnums=0, inline=True)
   def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
     """Returns the state after a step.
 
