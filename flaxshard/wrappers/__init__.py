@@ -16,9 +16,9 @@ from flaxshard.wrappers.loss_scale import DynamicLossScale
 from flaxshard.wrappers.loss_scale import FixedLossScale
 from flaxshard.wrappers.loss_scale import LossScale
 from flaxshard.wrappers.loss_scale import LossScaleState
-from flaxshard.wrappers.step import wrap
-from flaxshard.wrappers.step import Wrapped
-from flaxshard.wrappers.step import WrappedState
+from flaxshard.wrappers.wrapped import wrap
+from flaxshard.wrappers.wrapped import Wrapped
+from flaxshard.wrappers.wrapped import WrappedState
 
 __all__ = [
   "AGN",

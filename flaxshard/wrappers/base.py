@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 
 from flaxshard.replicas import rows
-from flaxshard.replicas import values
 
 PyTree = Any
 
@@ -216,13 +215,6 @@ class Base:
 def overrides(wrapper: Base, hook: str) -> bool:
   """Returns whether a wrapper defines a hook, instead of the default."""
   return getattr(type(wrapper), hook) is not getattr(Base, hook)
-
-
-def per_replica_mask(wrapper: Base, state: PyTree) -> PyTree:
-  """Returns a tree like a wrapper's state: whether a leaf is per replica."""
-  return jax.tree.map(
-    lambda _, spec: values.has_replica_axis(spec), state, wrapper.specs(state)
-  )
 
 
 def cond(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -213,13 +214,15 @@ def map_per_replica(
 ) -> dict[str, PyTree]:
   """Applies `fn(wrapper's name, leaf)` to the per-replica leaves of states."""
   mapped = dict(states)
+
+  def map_leaf(name: str, x: jax.Array, spec: jax.P) -> Any:
+    return fn(name, x) if values.has_replica_axis(spec) else x
+
   for w in wrappers:
     if base.overrides(w, "specs"):
-      mapped[w.name] = jax.tree.map(
-        lambda x, is_own, name=w.name: fn(name, x) if is_own else x,
-        states[w.name],
-        base.per_replica_mask(w, states[w.name]),
-      )
+      state = states[w.name]
+      map_leaves = functools.partial(map_leaf, w.name)
+      mapped[w.name] = jax.tree.map(map_leaves, state, w.specs(state))
   return mapped
 
 

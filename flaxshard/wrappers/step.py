@@ -1,18 +1,16 @@
 """A step through the wrappers: from a loss to gradients, and to an update.
 
-`wrap` returns the wrappers around an optimizer as three pure functions.
-`TrainState` and `flaxshard.nnx.Optimizer` call the two functions behind it,
-which take wrappers, their states and parameters as they are.
+`TrainState`, `flaxshard.nnx.Optimizer` and `flaxshard.wrap` call the functions
+here, which take wrappers, their states and parameters as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 import contextvars
-import dataclasses
 import functools
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,6 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import parameter_groups
 from flaxshard.core import trees
@@ -39,149 +36,6 @@ States = stack.States
 _inside: contextvars.ContextVar[Any] = contextvars.ContextVar(
   "inside", default=None
 )
-
-
-def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
-  """Returns an optimizer with wrappers around it, as pure functions.
-
-  They are for your own loop, with Equinox, Haiku or plain JAX: without a
-  TrainState. State and parameters are pytrees, which go through `jax.jit` and
-  plain Orbax.
-
-  Args:
-    tx: The optax optimizer.
-    wrappers: Wrappers such as `LossScale("dynamic")`, outermost first.
-
-  Raises:
-    TypeError: An argument is of a wrong type.
-    ValueError: A wrapper is given twice, or one may not stand inside another.
-
-  Example:
-    >>> import flaxshard as fs, optax
-    >>> opt = fs.wrap(optax.sgd(0.25), [fs.LossScale("dynamic")])
-    >>> params = {"w": jnp.ones(())}
-    >>> state = opt.init(params)
-    >>> loss_fn = lambda p, x: p["w"] * x
-    >>> loss, grads = opt.value_and_grad(loss_fn, params, state, 2.0)
-    >>> params, state = opt.update(grads, state, params)
-    >>> float(loss), float(params["w"]), int(state.step)
-    (2.0, 0.5, 1)
-  """
-  opt_state_lib.check_tx(tx)
-  return Wrapped(tx, stack.check(wrappers))
-
-
-class WrappedState(NamedTuple):
-  """The state of a wrapped optimizer.
-
-  Attributes:
-    step: int32 scalar, the number of applied updates.
-    opt_state: The optimizer's state, with the structure of `tx.init(params)`.
-    wrapper_states: The wrappers' states by name.
-  """
-
-  step: jax.Array
-  opt_state: PyTree
-  wrapper_states: dict[str, PyTree]
-
-
-@dataclasses.dataclass(frozen=True)
-class Wrapped:
-  """An optimizer with wrappers around it: three pure functions.
-
-  Attributes:
-    tx: The optax optimizer.
-    wrappers: The wrappers, outermost first.
-  """
-
-  tx: Any
-  wrappers: tuple[base.Base, ...] = ()
-
-  def init(self, params: PyTree) -> WrappedState:
-    """Returns the first state.
-
-    Args:
-      params: A tree of arrays.
-    """
-    state = WrappedState(
-      jnp.zeros((), jnp.int32),
-      opt_state_lib.init(self.tx, params),
-      stack.init(self.wrappers, params, self.tx),
-    )
-    # A step that donates both must not get a buffer twice.
-    return trees.unshare_buffers((params, state))[1]
-
-  def value_and_grad(
-    self,
-    loss_fn: Callable[..., Any],
-    params: PyTree,
-    state: WrappedState,
-    *args: Any,
-    has_aux: bool = False,
-  ) -> tuple[Any, PyTree]:
-    """Differentiates `loss_fn(params, *args)` through the wrappers.
-
-    Args:
-      loss_fn: Returns a floating-point scalar, the loss, or a pair
-        `(loss, aux)` if `has_aux`.
-      params: The parameters.
-      state: The state.
-      *args: Further arguments of `loss_fn`.
-      has_aux: Whether `loss_fn` returns auxiliary output.
-
-    Returns:
-      `(loss, grads)` or `((loss, aux), grads)`, both unscaled; see
-      `TrainState.value_and_grad`.
-    """
-    return value_and_grad(
-      self.tx,
-      self.wrappers,
-      state.wrapper_states,
-      params,
-      loss_fn,
-      args,
-      has_aux=has_aux,
-    )
-
-  def update(
-    self, grads: PyTree, state: WrappedState, params: PyTree, **extra: Any
-  ) -> tuple[PyTree, WrappedState]:
-    """Applies unscaled gradients through the wrappers.
-
-    Args:
-      grads: Gradients like `params`, None where a leaf has none.
-      state: The state.
-      params: The parameters.
-      **extra: Extra arguments of the optimizer's update, such as `value`.
-
-    Returns:
-      The new parameters and the new state; the old parameters and optimizer
-      state if a wrapper skips the step.
-
-    Raises:
-      ValueError: `grads` does not match `params`.
-      TypeError: The optimizer has no such extra argument.
-    """
-    optimizer_update.check_extra(self.tx, extra)
-    target = base.Target(
-      step=state.step,
-      params=params,
-      opt_state=state.opt_state,
-      collections={},
-      wrapper_states=state.wrapper_states,
-      new_collections={},
-    )
-    new = update(self.tx, self.wrappers, target, grads, extra)
-    return new.params, WrappedState(new.step, new.opt_state, new.wrapper_states)
-
-  def eval_params(self, params: PyTree, state: WrappedState) -> PyTree:
-    """Returns the parameters to evaluate, such as the average of `EMA`."""
-    states = stack.local_states(self.wrappers, state.wrapper_states)
-    return stack.params(self.wrappers, states, params, "eval")
-
-  def metrics(self, state: WrappedState) -> dict[str, jax.Array]:
-    """Returns the wrappers' metrics by name, such as `loss_scale`."""
-    return stack.metrics(self.wrappers, state.wrapper_states)
 
 
 # -- From a loss to gradients.
@@ -414,11 +268,10 @@ def update(
       collections={**target.collections, **target.new_collections},
     )
 
-  is_due = (
-    context is not None
-    and reduction is not None
-    and not stack.reduces_gradients(wrappers)
-  )
+  # How gradients are to be reduced before a wrapper gets them.
+  op = None
+  if context is not None and not stack.reduces_gradients(wrappers):
+    op = reduction
   # What gradients pass through, from the optimizer to the outside.
   apply: base.Next = apply_tx
   for w in reversed(wrappers):
@@ -429,18 +282,14 @@ def update(
           "of each replica, which it reduces when it applies them. Without "
           "that, use per_replica=False."
         )
-      if is_due:
-        apply, is_due = (
-          functools.partial(_apply_reduced, reduction, apply),
-          False,
-        )
+      if op is not None:
+        apply, op = functools.partial(_apply_reduced, op, apply), None
     apply = functools.partial(_apply_wrapper, w, apply)
-  has_rows = bool(indexed_slices.find(grads))
-  if is_due:
+  if op is not None:
     # Before all others: a reduced gradient carries the NaN of any replica to
     # all of them, so that LossScale needs no collective of its own.
-    grads = replica_context.reduce_gradients(reduction, grads)
-  if has_rows:
+    grads = replica_context.reduce_gradients(op, grads)
+  if indexed_slices.find(grads):
     grads = _take_rows(tx, wrappers, grads)
   if wrappers:
     target = target._replace(
@@ -450,7 +299,7 @@ def update(
       wrapper_states=stack.local_states(wrappers, target.wrapper_states),
     )
   with replica_context.marked(
-    gradients_reduced=is_due, aggregation_skipped=reduction is None
+    gradients_reduced=op is not None, aggregation_skipped=reduction is None
   ):
     target = apply(target, grads)
   if wrappers and context is None:
