@@ -220,10 +220,9 @@ def to_local(node: Any) -> Any:
   if not is_state(node):
     return node
   node = _swap_collections(node)
-  # Not without one: Flax's own TrainState has no such field.
-  if values.paths_of_per_replica(node):
-    fields = fields_lib.array_fields(node)
-    own_paths = values.paths_of_per_replica(fields)
+  fields = fields_lib.array_fields(node)
+  # Not without one: Flax's own TrainState has no field for the paths.
+  if own_paths := values.paths_of_per_replica(fields):
     fields = jax.tree.map(to_local, fields, is_leaf=values.is_per_replica)
     node = node.replace(**fields, own_paths=own_paths)
   return node

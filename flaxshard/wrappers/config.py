@@ -80,7 +80,8 @@ def from_config(
         f"{argument}[{i}] must be a name or a pair (name, dict of arguments), "
         f"got {entry!r}."
       )
-    made.append(_construct(f"{argument}[{i}]", *pair, _WRAPPERS))
+    name, arguments = pair
+    made.append(_construct(f"{argument}[{i}]", name, arguments, _WRAPPERS))
   return stack.check(made)
 
 

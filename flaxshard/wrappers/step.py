@@ -126,9 +126,7 @@ def value_and_grad(
     # barrier wait for all its inputs.
     grads = jax.lax.optimization_barrier(grads)
   if is_gated and not is_narrow:
-    grads = jax.tree.map(
-      lambda p, g: None if g is None else g.astype(p.dtype), trained, grads
-    )
+    grads = jax.tree.map(lambda p, g: g.astype(p.dtype), trained, grads)
   return value, unscale_gradients(wrappers, local, grads)
 
 
