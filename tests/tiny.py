@@ -105,7 +105,7 @@ def stopped_while(
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(
-      endings, "catch_signals", lambda: contextlib.nullcontext(Request())
+      endings, "StopRequest", lambda: contextlib.nullcontext(Request())
     )
     yield
 

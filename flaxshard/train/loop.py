@@ -148,7 +148,7 @@ def _run(
     with multihost.raise_on_all_processes(ValueError):
       stack.callback(files.lock("workdir", workdir))
     # From here on a signal ends the run with a checkpoint.
-    stop_request = stack.enter_context(endings.catch_signals())
+    stop_request = stack.enter_context(endings.StopRequest())
     batches = stack.enter_context(setup.open_train_batches())
     checkpointer = stack.enter_context(
       same_run.open_checkpointer(config, workdir)
@@ -220,7 +220,7 @@ def _run(
           step = committed_step
           progress = progress._replace(step=setup.init_progress(step).step)
 
-      signum = endings.agree_on_signal(step, stop_request)
+      signum = stop_request.agree(step)
       ends = step == config.num_train_steps
       if ends and commits is not None:
         # The last center is evaluated and saved.

@@ -311,32 +311,37 @@ def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
 # -- Signals. processes_test.py has JAX's notice of endings.
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_reported_and_handlers_are_restored(
-  signum, monkeypatch
-):
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock that stands still; handlers of signals are restored in the end."""
   clock = types.SimpleNamespace(now=0.0)
   monkeypatch.setattr("time.monotonic", lambda: clock.now)
+  signums = signal.SIGINT, signal.SIGTERM
+  before = {signum: signal.getsignal(signum) for signum in signums}
+  yield clock
+  for signum, handler in before.items():
+    signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_reported_and_handlers_are_restored(signum, clock):
   received = []
   handler = lambda *args: received.append(args)
-  before = signal.signal(signum, handler)
-  try:
-    with endings.catch_signals() as request:
-      assert request.signum is None
-    assert signal.getsignal(signum) is handler
-    with endings.catch_signals() as request:
-      for _ in range(2):
-        os.kill(os.getpid(), signum)
-        assert request.signum == signum
-    # The key is still held down.
-    os.kill(os.getpid(), signum)
-    assert not received
-    clock.now = 2
-    os.kill(os.getpid(), signum)
-    assert len(received) == 1
-    assert signal.getsignal(signum) is handler
-  finally:
-    signal.signal(signum, before)
+  signal.signal(signum, handler)
+  with endings.StopRequest() as request:
+    assert request.signum is None
+  assert signal.getsignal(signum) is handler
+  with endings.StopRequest() as request:
+    for _ in range(2):
+      os.kill(os.getpid(), signum)
+      assert request.signum == signum
+  # The key is still held down.
+  os.kill(os.getpid(), signum)
+  assert not received
+  clock.now = 2
+  os.kill(os.getpid(), signum)
+  assert len(received) == 1
+  assert signal.getsignal(signum) is handler
 
 
 @pytest.mark.parametrize(
@@ -344,25 +349,23 @@ def test_the_first_signal_is_reported_and_handlers_are_restored(
   [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
 )
 def test_only_a_third_signal_interrupts_and_never_a_save(
-  signum, error, caplog, monkeypatch
+  signum, error, caplog, clock
 ):
-  clock = types.SimpleNamespace(now=0.0)
-  monkeypatch.setattr("time.monotonic", lambda: clock.now)
-  request = endings.StopRequest()
-  for _ in range(3):
-    # In quick succession: one request.
-    request.receive(signum)
-  clock.now = 2
-  request.receive(signum)
-  assert request.signum == signum
-  name = signal.Signals(signum).name
-  first, second = caplog.messages
-  assert first.startswith(f"{name}: stopping")
-  assert second.startswith(f"{name} again:")
-  with request.saving():
-    for clock.now in (4, 6, 8):
-      request.receive(signum)
-  assert len(caplog.messages) == 5
-  clock.now = 10
-  with pytest.raises(error):
-    request.receive(signum)
+  with endings.StopRequest() as request:
+    for _ in range(3):
+      # In quick succession: one request.
+      os.kill(os.getpid(), signum)
+    clock.now = 2
+    os.kill(os.getpid(), signum)
+    assert request.signum == signum
+    name = signal.Signals(signum).name
+    first, second = caplog.messages
+    assert first.startswith(f"{name}: stopping")
+    assert second.startswith(f"{name} again:")
+    with request.saving():
+      for clock.now in (4, 6, 8):
+        os.kill(os.getpid(), signum)
+    assert len(caplog.messages) == 5
+    clock.now = 10
+    with pytest.raises(error):
+      os.kill(os.getpid(), signum)

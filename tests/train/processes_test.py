@@ -209,18 +209,18 @@ def run_stage(path: str, runs: list[str]) -> None:
       which to stop: a number, "sigterm" for a signal to the last process at
       step 9, or "end".
   """
-  agree_on_signal = endings.agree_on_signal
+  agree_on_signal = endings.StopRequest.agree
   for kind, workdir, stop in map(str.split, runs):
 
-    def agree(step, request, stop=stop):
+    def agree(request, step, stop=stop):
       if stop == "sigterm":
         if step == 9 and jax.process_index() == jax.process_count() - 1:
           os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)  # JAX looks for signals once a second
-        return agree_on_signal(step, request)
+        return agree_on_signal(request, step)
       return signal.SIGTERM if str(step) == stop else None
 
-    endings.agree_on_signal = agree
+    endings.StopRequest.agree = agree
     code = None
     try:
       run(
