@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
-import jax.numpy as jnp
 
+from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
@@ -245,8 +245,8 @@ def fold_in_replica(tree: Any) -> Any:
   context = replica_context.get_replica_context()
   if context is None:
     return tree
-
-  return jax.tree.map(lambda x: context.fold_in(x) if _is_key(x) else x, tree)
+  is_key = trees.is_prng_key
+  return jax.tree.map(lambda x: context.fold_in(x) if is_key(x) else x, tree)
 
 
 def _restore_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
@@ -255,11 +255,7 @@ def _restore_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     return new
   in_state = {name: value for name, value in new.items() if name in old}
   return new | jax.tree.map(
-    lambda x, before: before if _is_key(before) else x,
+    lambda x, before: before if trees.is_prng_key(before) else x,
     in_state,
     {name: old[name] for name in in_state},
   )
-
-
-def _is_key(x: jax.Array) -> bool:
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -22,20 +22,6 @@ BUILTIN = {
   "classification": Classification,
   "language_modeling": LanguageModeling,
 }
-
-
-class LoadedTask(NamedTuple):
-  """A task and its data.
-
-  Attributes:
-    task: The task.
-    shapes: The shapes of an example, as `collate` makes it.
-    splits: The data; None for a plan, and if the task makes its own batches.
-  """
-
-  task: AdaptedTask
-  shapes: data_lib.Shapes
-  splits: data_lib.Splits | None
 
 
 def record(config: Any, task: Any) -> Any:
@@ -79,7 +65,7 @@ def create(config: Any) -> AdaptedTask:
     >>> create(config).name
     'Classification'
   """
-  return load(config, shapes_only=True).task
+  return load(config, shapes_only=True)[0]
 
 
 def load(
@@ -88,7 +74,7 @@ def load(
   *,
   shapes_only: bool = False,
   known: data_lib.Shapes | None = None,
-) -> LoadedTask:
+) -> tuple[AdaptedTask, data_lib.Shapes, data_lib.Splits | None]:
   """Creates the task of a config and loads its data.
 
   Args:
@@ -97,6 +83,10 @@ def load(
     shapes_only: Whether to find only the shapes of the data, without reading it
       where that is possible.
     known: The shapes of the data, if they are known: nothing is read.
+
+  Returns:
+    The task; the shapes of an example, as `collate` makes it; and the data,
+    None for a plan, and if the task makes its own batches.
 
   Raises:
     ValueError, TypeError: The task or the data is not valid.
@@ -115,7 +105,7 @@ def load(
 
   adapted = _create(config, read) if task is None else adapt(task)
   if known is not None:
-    return LoadedTask(adapted, known, None)
+    return adapted, known, None
   if adapted.load_data is not None and config.data:
     raise ValueError(
       f"config.data={config.data.to_dict()!r} has no effect: {adapted.name} "
@@ -127,7 +117,7 @@ def load(
       key: jax.ShapeDtypeStruct(x.shape, x.dtype)
       for key, x in adapted.example().items()
     }
-    return LoadedTask(adapted, data_lib.Shapes(example), None)
+    return adapted, data_lib.Shapes(example), None
   if adapted.load_data is None:
     data, where = read(), f"config.data ({config.data.get('name')!r})"
   else:
@@ -135,7 +125,7 @@ def load(
   shapes = data_lib.Shapes(
     sources.check(where, data, adapted.collate), data.num_classes
   )
-  return LoadedTask(adapted, shapes, None if shapes_only else data)
+  return adapted, shapes, None if shapes_only else data
 
 
 def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:

@@ -311,9 +311,10 @@ def check_metrics(setup: Setup) -> None:
     ValueError: There is no such metric.
   """
   task = setup.task
-  names = [f"eval_{name}" for name in task.metric_names]
-  if not setup.has_eval_data:
-    names = []
+  names = []
+  if setup.has_eval_data:
+    fields = vars(task.metrics).get("__annotations__", {})
+    names = [f"eval_{name}" for name in fields]
   # A collection may compute other numbers than those of its fields.
   computes_fields = task.metrics.compute is clu_metrics.Collection.compute
   if task.evaluate is None and (computes_fields or not names):

@@ -7,10 +7,11 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.core import registry
+from flaxshard.core import trees
+from flaxshard.data import sharding
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
@@ -123,31 +124,26 @@ class Stream:
 
   def _put(self, batch: Any) -> dict[str, jax.Array]:
     """Returns a batch as global arrays."""
-    where = f"{self._task.name}.train_batches"
-    if not isinstance(batch, Mapping) or set(batch) != set(self._batch):
+    where = f"{self._task.name}.train_batches, after {self.step} steps"
+    if not isinstance(batch, Mapping):
       raise ValueError(
-        f"{where} must make dicts with the keys of the examples, "
-        f"{', '.join(self._batch)}, at each of config.num_train_steps steps; "
-        f"after {self.step} steps it made {checks.describe(batch)}."
+        f"{where}: it must make a dict of arrays at each of "
+        f"config.num_train_steps steps, got {checks.describe(batch)}."
       )
-    arrays = {}
-    for key, wanted in self._batch.items():
-      value = batch[key]
-      if not isinstance(value, jax.Array):
-        value = np.asarray(value)
-      is_rounded = _is_inexact(value) and not _is_inexact(wanted)
-      if value.shape != wanted.shape or is_rounded:
-        raise ValueError(
-          f"{where}: {key} must be {wanted.dtype} {wanted.shape}, an array of "
-          "config.batch_size examples; got "
-          f"{value.dtype} {value.shape}."
-        )
-      # All processes have made the same batch.
-      arrays[key] = mesh_lib.put(
-        value.astype(wanted.dtype), wanted.sharding, compare=False
+    arrays: Any
+    with registry.errors_name(where):
+      arrays = sharding.flatten(dict(batch)).arrays
+    given = {
+      key: jax.ShapeDtypeStruct(x.shape, sharding.dtype_of(x))
+      for key, x in arrays.items()
+    }
+    if difference := trees.first_difference(given, self._batch):
+      raise ValueError(
+        f"{where}: a batch differs from config.batch_size examples in "
+        f"{difference}."
       )
-    return arrays
-
-
-def _is_inexact(x: Any) -> bool:
-  return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    # All processes have made the same batch.
+    return {
+      key: mesh_lib.put(arrays[key].astype(x.dtype), x.sharding, compare=False)
+      for key, x in self._batch.items()
+    }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import inspect
 from typing import Any, Protocol
 
 from clu import metrics as clu_metrics
 import flax
 import jax
-import numpy as np
 
 from flaxshard import models
 from flaxshard.core import checks
@@ -19,8 +18,6 @@ from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
 from flaxshard.tasks.apply import Apply
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 Batch = Mapping[str, jax.Array]
 
@@ -99,15 +96,10 @@ class Task(Protocol):
 class AdaptedTask:
   """A checked task. A method that the task lacks is None, or has a default.
 
-  Args:
-    task: The user's object.
-    metric_names: The names of its metrics.
-
   Attributes:
     task: The user's object.
     name: Name of the task, for messages.
     metrics: The metrics of training and evaluation.
-    metric_names: Their names.
     loss: `loss(apply_fn, params, batch, rngs, train)` of the task.
     create_model: None: the model is that of `config.model`.
     evaluate: None: the means of the metrics.
@@ -117,11 +109,10 @@ class AdaptedTask:
     train_batches: None: batches are read from the data.
   """
 
-  def __init__(self, task: Any, metric_names: Sequence[str]):
+  def __init__(self, task: Any):
     self.task = task
     self.name = type(task).__name__
     self.metrics: type[clu_metrics.Collection] = task.metrics
-    self.metric_names = metric_names
     self.loss: Any = task.loss
     self.create_model: Any = getattr(task, "create_model", None)
     self.evaluate: Any = getattr(task, "evaluate", None)
@@ -202,24 +193,6 @@ class AdaptedTask:
         )
     return loss, aux
 
-  def abstract_inputs(
-    self, example: Mapping[str, jax.ShapeDtypeStruct]
-  ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns `init_inputs` of a batch of one, with shapes of the arrays.
-
-    Args:
-      example: Shapes of an example, without the batch dimension.
-    """
-    # With values: a task may compute its inputs.
-    batch = {k: np.zeros((1, *x.shape), x.dtype) for k, x in example.items()}
-    # Other leaves are flags, which stay as they are.
-    shape_of = lambda x: (
-      jax.eval_shape(lambda: x) if isinstance(x, _ARRAYS) else x
-    )
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    inputs = jax.tree.map(shape_of, self.init_inputs(batch))
-    return inputs
-
   def make_model(self, config: Any, **known: Any) -> Any:
     """Creates the model.
 
@@ -286,8 +259,7 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
       f"{checks.describe(metrics)}."
     )
   # Those of the class itself: clu does not read those of base classes.
-  fields = vars(metrics).get("__annotations__", {})
-  for field in fields.values():
+  for field in vars(metrics).get("__annotations__", {}).values():
     if isinstance(field, str):
       raise TypeError(
         f"{name}.metrics: the fields of {metrics.__name__} are strings, "
@@ -300,4 +272,4 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
         "cannot be merged under jax.jit. Collect values in the task's "
         "`evaluate`."
       )
-  return AdaptedTask(task, list(fields))
+  return AdaptedTask(task)

@@ -134,9 +134,9 @@ def export(
     "step": int(source.step),
     **facts,
     "platforms": list(exported.platforms),
-    "inputs": jax.tree.map(_describe, inputs),
-    "outputs": jax.tree.map(_describe, outputs),
-    "variables": jax.tree.map(_describe, variables),
+    "inputs": jax.tree.map(same_run.array_to_json, inputs),
+    "outputs": jax.tree.map(same_run.array_to_json, outputs),
+    "variables": jax.tree.map(same_run.array_to_json, variables),
   }
   epath.Path(path).mkdir(parents=True, exist_ok=True)
   for name, content in (
@@ -147,12 +147,6 @@ def export(
   ):
     epath.Path(os.path.join(path, name)).write_bytes(content)
   return description
-
-
-def _describe(x: Any) -> dict[str, Any]:
-  # A symbolic dimension is a name or an expression.
-  shape = [n if isinstance(n, int) else str(n) for n in x.shape]
-  return {"shape": shape, "dtype": str(x.dtype)}
 
 
 def _flatten(

@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
@@ -300,11 +299,8 @@ def _run(
 
 def _is_overdue(deadline: float) -> bool:
   """Returns whether the clock of process 0 has passed a time."""
-  passed = time.monotonic() >= deadline
-  if jax.process_count() > 1:
-    # Clocks differ, and all processes must save.
-    passed = bool(multihost_utils.broadcast_one_to_all(np.array(passed)))
-  return passed
+  # Clocks differ, and all processes must save.
+  return multihost.exchange(str(time.monotonic() >= deadline))[0] == "True"
 
 
 def _train_row(

@@ -363,14 +363,12 @@ def _panels(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def log_result(workdir: str, level: int = logging.INFO) -> None:
-  """Logs the last metrics and where the files are, in process 0.
+  """Logs the last metrics and where the files are.
 
   Args:
     workdir: The folder of the files.
     level: The level: workers but worker 0 log warnings only.
   """
-  if jax.process_index():
-    return
   final = read_last_values(workdir)
   # Of two lines, the second one is the evaluation.
   for line in format_row(final.pop("step", 0), final)[-1:]:

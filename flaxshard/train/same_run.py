@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from flaxshard import checkpoint
-from flaxshard import data
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
@@ -108,23 +107,25 @@ def config_to_json(config: Any) -> dict[str, Any]:
   return dict(json.loads(config.to_json()))
 
 
-def _shapes_to_json(shapes: data.Shapes) -> dict[str, Any]:
-  return {
-    "num_classes": shapes.num_classes,
-    "example": {
-      key: {"shape": x.shape, "dtype": str(x.dtype)}
-      for key, x in shapes.example.items()
-    },
-  }
+def array_to_json(x: Any) -> dict[str, Any]:
+  """Returns the shape and the dtype of an array."""
+  # A symbolic dimension is a name or an expression.
+  shape = [n if isinstance(n, int) else str(n) for n in x.shape]
+  return {"shape": shape, "dtype": str(x.dtype)}
 
 
-def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes:
+def _shapes_to_json(shapes: sources.Shapes) -> dict[str, Any]:
+  example = jax.tree.map(array_to_json, dict(shapes.example))
+  return {"num_classes": shapes.num_classes, "example": example}
+
+
+def shapes_from_json(content: Mapping[str, Any]) -> sources.Shapes:
   """Returns the shapes in the content of a `data.json`."""
   example = {
     key: jax.ShapeDtypeStruct(tuple(x["shape"]), np.dtype(x["dtype"]))
     for key, x in content["example"].items()
   }
-  return data.Shapes(example, content["num_classes"])
+  return sources.Shapes(example, content["num_classes"])
 
 
 def check_earlier_run(
@@ -328,7 +329,7 @@ def _code_facts(config: Any) -> dict[str, Any]:
   }
 
 
-def _data_facts(splits: data.Splits | None) -> dict[str, Any]:
+def _data_facts(splits: sources.Splits | None) -> dict[str, Any]:
   """Returns facts about the data; None if the task makes its own batches."""
   if splits is None:
     return {}

@@ -26,6 +26,7 @@ from flaxshard.core.policy import Policy
 from flaxshard.data import sharding
 from flaxshard.data import sources
 from flaxshard.data.iterators import DistributedIterator
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
@@ -95,6 +96,11 @@ class Setup:
     self.config = config
     self.strategy = strategy
     self.rank = rank
+    # Arrays that all devices have, and those that have a row for each replica.
+    self._whole = jax.sharding.NamedSharding(strategy.mesh, P())
+    self._by_row = jax.sharding.NamedSharding(
+      strategy.mesh, sharding.OVER_REPLICAS
+    )
     self.task, self.shapes, self.splits = load.load(
       config, task, shapes_only=shapes_only, known=known
     )
@@ -142,14 +148,15 @@ class Setup:
       policy=Policy(config.precision),
       seed=config.seed,
     )
-    args, kwargs = self.task.abstract_inputs(example)
+    # With values: a task may compute its inputs.
+    batch = {k: np.zeros((1, *x.shape), x.dtype) for k, x in example.items()}
+    args, kwargs = self.task.init_inputs(batch)
     if isinstance(model, nn.Module):
       # Models without a default mode are initialized as in evaluation.
       mode = apply.mode_arguments(model.__call__, False, args, required=True)
-      options = {**mode, **kwargs, **options}
-    if self._sown:
       # Otherwise `init` puts the values that it sows in the state.
-      options["mutable"] = DenyList(("intermediates", *self._sown))
+      mutable = DenyList(("intermediates", *self._sown))
+      options = {**mode, **kwargs, "mutable": mutable, **options}
     with self._errors_name_fields():
       return create_train_state(
         model,
@@ -194,14 +201,17 @@ class Setup:
     Raises:
       ValueError: `config.mesh.split` does not fit the data.
     """
-    progress = jax.eval_shape(lambda: steps.init_progress(self.task))
-    rng = jax.eval_shape(lambda: jax.random.key(0))
-    return (
-      self.abstract_state,
-      self._place(progress, self.config.mesh.per_replica),
-      self._batch,
-      self._place(rng, False),
+    count = self.strategy.num_replicas_in_sync
+    whole = lambda x: compile_only.abstract_array(x, self._whole)
+    row_each = lambda x: PerReplica(
+      jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self._by_row)
     )
+    progress = jax.tree.map(
+      row_each if self.config.mesh.per_replica else whole,
+      jax.eval_shape(lambda: steps.init_progress(self.task)),
+    )
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    return self.abstract_state, progress, self._batch, whole(rng)
 
   @functools.cached_property
   def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -235,25 +245,8 @@ class Setup:
   @functools.cached_property
   def _eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     """`_batch`, and the mask that is False for padding."""
-    rows = jax.sharding.NamedSharding(
-      self.strategy.mesh, sharding.OVER_REPLICAS
-    )
-    mask = jax.ShapeDtypeStruct((self.batch_size,), bool, sharding=rows)
+    mask = jax.ShapeDtypeStruct((self.batch_size,), bool, sharding=self._by_row)
     return {**self._batch, "mask": mask}
-
-  def _place(self, tree: Any, per_replica: bool) -> Any:
-    """Returns shapes that are whole on every device, or one per replica."""
-    spec = P(mesh_lib.REPLICA) if per_replica else P()
-    sharding = jax.sharding.NamedSharding(self.strategy.mesh, spec)
-    rows = (self.strategy.num_replicas_in_sync,) if per_replica else ()
-
-    def place(x: jax.ShapeDtypeStruct) -> Any:
-      placed = jax.ShapeDtypeStruct(
-        (*rows, *x.shape), x.dtype, sharding=sharding
-      )
-      return PerReplica(placed) if per_replica else placed
-
-    return jax.tree.map(place, tree)
 
   @functools.cached_property
   def train_step(self) -> Any:
@@ -332,9 +325,8 @@ class Setup:
     if not self.config.mesh.per_replica:
       # Each process has the whole progress already.
       return jax.device_get
-    replicated = jax.sharding.NamedSharding(self.strategy.mesh, P())
     # One program, and not one for each array.
-    combine = jax.jit(steps.combine_replicas, out_shardings=replicated)
+    combine = jax.jit(steps.combine_replicas, out_shardings=self._whole)
     return lambda progress: jax.device_get(combine(progress))
 
   def train_rng(self) -> Any:
@@ -352,9 +344,8 @@ class Setup:
       tree: Arrays that are the same in all processes. They are not compared, so
         that no process waits for another one.
     """
-    replicated = jax.sharding.NamedSharding(self.strategy.mesh, P())
     return jax.tree.map(
-      lambda x: mesh_lib.put(x, replicated, compare=False), tree
+      lambda x: mesh_lib.put(x, self._whole, compare=False), tree
     )
 
   # The data.
@@ -451,9 +442,6 @@ def _sown_collections(state: TrainState) -> list[str]:
 
   `nn.Module.sow` appends to tuples; other variables are not in tuples.
   """
-  model = getattr(lora.model_apply(state.apply_fn), "__self__", None)
-  if not isinstance(model, nn.Module):
-    return []
   return [
     name
     for name, tree in fields_lib.collections(state).items()

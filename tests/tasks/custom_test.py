@@ -145,9 +145,9 @@ def unread_sequences():
 def test_a_plan_has_the_shapes_of_collated_batches():
   task, factory = f"{_THIS}:PaddedTokens", f"{_THIS}:unread_sequences"
   fields = config(task=task, data=factory, model={"name": "transformer"})
-  found = load.load(config_lib.check(fields), shapes_only=True)
-  assert found.shapes.num_classes == 7
-  shapes = {key: x.shape for key, x in found.shapes.example.items()}
+  _, found, _ = load.load(config_lib.check(fields), shapes_only=True)
+  assert found.num_classes == 7
+  shapes = {key: x.shape for key, x in found.example.items()}
   assert shapes == {"inputs": (5,), "labels": (5,)}
 
 
@@ -194,9 +194,10 @@ ZEROS = {"inputs": np.zeros((8, 2)), "target": np.zeros(8)}
 @pytest.mark.parametrize(
   ("batches", "facts"),
   [
-    ([{"inputs": np.zeros((8, 2))}], "inputs, target"),
-    ([{**ZEROS, "inputs": np.zeros((4, 2))}], r"inputs .*\(8, 2\).* \(4, 2\)"),
-    ([{**ZEROS, "target": np.full(8, 0.5)}], "target .*int32.*float64"),
+    ([{"inputs": np.zeros((8, 2))}], "target: missing"),
+    ([{**ZEROS, "inputs": np.zeros((8, 3))}], r"inputs: .*\(8, 3\).*\(8, 2\)"),
+    ([{**ZEROS, "inputs": np.zeros((4, 2))}], r"target.* 8 .*inputs.* 4"),
+    ([{**ZEROS, "target": np.full(8, 0.5)}], "target: .*float32.*int32"),
     ([], "after 0 steps.* None"),
   ],
 )
