@@ -313,7 +313,9 @@ def _take(x: Any, lookup: _Lookup | None) -> Any:
     return x
   rows = x.at[lookup.read].get(mode="clip")
   # Where JAX drops the gradient of the table's row, it drops this one too.
-  is_used = (lookup.used < len(x)).reshape(-1, *[1] * (rows.ndim - 1))
+  # Not by the number of rows: that of a broadcast array is 1.
+  is_used = lookup.used == lookup.read
+  is_used = is_used.reshape(-1, *[1] * (rows.ndim - 1))
   return jnp.where(is_used, rows, lax.stop_gradient(rows))
 
 

@@ -150,12 +150,12 @@ def test_dense_use_gives_a_whole_array_and_a_warning(name, compiled):
   assert "gradients_test.py:" in message
 
 
-def test_an_array_beside_a_table_has_its_gradient():
-  params = {"t": TABLE, "u": jnp.cos(TABLE)}
+@pytest.mark.parametrize("other", [jnp.cos(TABLE), BIAS], ids=["array", "row"])
+def test_what_a_table_is_multiplied_by_has_its_gradient(other):
   fn = lambda p: total((p["t"] * p["u"])[IDS], BIAS)
+  params = {"t": TABLE, "u": other}
   _, grads = create(params, ["t"]).value_and_grad(fn)
-  wanted = jax.grad(fn)(params)["u"]
-  np.testing.assert_allclose(grads["u"], wanted, rtol=1e-6)
+  np.testing.assert_allclose(grads["u"], jax.grad(fn)(params)["u"], rtol=1e-6)
 
 
 def program(rng, depth):
