@@ -428,12 +428,15 @@ def bits_of_first(x: jax.Array, groups: rows.Groups = None) -> jax.Array:
   return total.astype(x.dtype)
 
 
-def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
+def mean_extra_args(
+  extra: Mapping[str, Any], groups: rows.Groups = None
+) -> dict[str, Any]:
   """Averages the loss and its gradients over the replicas.
 
   Args:
     extra: Extra arguments by name: `value`, `grad`, and others, which stay as
       they are.
+    groups: Groups of equal size; None for all replicas.
 
   Raises:
     ValueError: There is a `value_fn`, and several replicas: it has the loss of
@@ -441,9 +444,9 @@ def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
   """
   reduced = dict(extra)
   if "value" in extra:
-    reduced["value"] = mean_collection(jnp.asarray(extra["value"]))
+    reduced["value"] = mean_collection(jnp.asarray(extra["value"]), groups)
   if "grad" in extra:
-    reduced["grad"] = reduce_gradients("mean", extra["grad"])
+    reduced["grad"] = reduce_gradients("mean", extra["grad"], groups)
   if "value_fn" in extra and num_replicas() > 1:
     raise ValueError(
       "value_fn: a line search needs the loss of the whole batch, which no "

@@ -240,7 +240,7 @@ class LossScale(base.Base):
       checks.fields(self, checks.one_of, "scale", allowed=modes)
     elif not isinstance(self.scale, (DynamicLossScale, FixedLossScale)):
       checks.fields(self, _check_scale, "scale")
-    if isinstance(self.policy, str):
+    if self.policy is not None and not isinstance(self.policy, Policy):
       object.__setattr__(self, "policy", Policy(self.policy))
 
   @property

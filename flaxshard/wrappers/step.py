@@ -246,7 +246,8 @@ def update(
   context = replica_context.get_replica_context()
   is_local = context is not None and stack.has_local_updates(wrappers)
   if context is not None and reduction is not None and not is_local:
-    extra = replica_context.mean_extra_args(extra)
+    groups = stack.groups_of(wrappers)
+    extra = replica_context.mean_extra_args(extra, groups)
 
   def apply_tx(target: base.Target, grads: PyTree) -> base.Target:
     given = extra

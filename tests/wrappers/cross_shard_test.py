@@ -7,6 +7,7 @@ import grouped
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tree_equality
 
@@ -173,6 +174,7 @@ def test_collections_statistics_and_parameters_without_a_gradient(strategy):
   state = grouped.create(
     strategy,
     fs.CrossShard("sum", grouped.HALVES),
+    tx=optax.chain(grouped.SGD, optax.contrib.reduce_on_plateau()),
     params=params,
     batch_stats={"mean": np.zeros(2), "count": np.int32(0)},
   )
@@ -184,18 +186,19 @@ def test_collections_statistics_and_parameters_without_a_gradient(strategy):
       fp8: {"scale": i.astype(jnp.float32)},
     }
     stats = {"mean": x[0, :2], "count": i + 7}
-    return state.apply_gradients(grads=grads, batch_stats=stats)
+    return state.apply_gradients(grads=grads, batch_stats=stats, value=x[0, 0])
 
   new = strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
+  given = new.params, new.batch_stats, new.opt_state[1].best_value
   for i in range(8):
-    params, stats = jax.tree.map(
-      lambda x, i=i: grouped.on_each(x)[i], (new.params, new.batch_stats)
+    params, stats, best = jax.tree.map(
+      lambda x, i=i: grouped.on_each(x)[i], given
     )
     # The first row of each replica of the group.
     firsts = grouped.X[::2, :2][list(group_of(i, grouped.HALVES))]
     np.testing.assert_allclose(params["params"]["w"], 1 - firsts.sum(0), 1e-5)
-    np.testing.assert_allclose(stats["mean"], firsts.mean(0), 1e-5)
+    means = [*stats["mean"], best]
+    np.testing.assert_allclose(means, firsts.mean(0)[[0, 1, 0]], 1e-5)
     assert params["params"]["frozen"].tolist() == [1, 1]
     # The largest statistic, and the count of the first replica.
-    assert params[fp8]["scale"] == 6 + i % 2
-    assert stats["count"] == 7 + i % 2
+    assert (params[fp8]["scale"], stats["count"]) == (6 + i % 2, 7 + i % 2)
