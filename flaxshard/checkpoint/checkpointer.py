@@ -207,7 +207,7 @@ class Checkpointer:
       self._manager.wait_until_finished()
     except Exception as e:
       # Orbax deletes older steps once the new one has its final name.
-      if step not in steps.find(self.directory):
+      if step not in steps.find(self.directory, steps.OURS):
         self._fail(step, e)
       _log.warning("%s: an old step was not deleted: %s", self.directory, e)
       self._manager.reload()  # it forgot the new step and the old ones

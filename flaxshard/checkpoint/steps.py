@@ -207,20 +207,25 @@ def find_damage(where: Any, error: Exception) -> step_files.Damaged | None:
   """Returns the damage of a step that caused an error, if there is any.
 
   Another program may delete a step while it is read, file by file: what Orbax
-  then raises depends on the file. So the step is looked at again once it would
-  be gone.
+  then raises depends on the file. So a step that lacks files, or has no digests
+  that say so, is looked at again once it would be gone.
 
   Args:
     where: Path of the directory of the step, or of its file.
     error: What reading it raised.
   """
+  damage = error if isinstance(error, step_files.Damaged) else None
   # The processes of one program may see different moments of a deletion.
-  if jax.process_count() == 1:
-    time.sleep(_DELETION_SECONDS)
-    # If this process cannot read the files, the first error says why.
-    with contextlib.suppress(OSError):
-      try:
-        step_files.verify(where, contents=False)
-      except step_files.Damaged as e:
-        return e
-  return error if isinstance(error, step_files.Damaged) else None
+  if jax.process_count() > 1:
+    return damage
+  # If this process cannot read the files, the first error says why.
+  with contextlib.suppress(OSError, step_files.Damaged):
+    if step_files.verify(where, contents=False):
+      return damage
+  time.sleep(_DELETION_SECONDS)
+  with contextlib.suppress(OSError):
+    try:
+      step_files.verify(where, contents=False)
+    except step_files.Damaged as e:
+      return e
+  return damage
