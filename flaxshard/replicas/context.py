@@ -98,10 +98,9 @@ class ReplicaContext:
     checks.one_of("reduce_op", reduce_op, REDUCE_OPS)
 
     def as_summand(x: Any) -> Any:
-      if is_indexed_slices(x):
-        return x
+      x = x if is_indexed_slices(x) else _as_number(x)
       # The sum of integers may wrap around though their mean does not.
-      return _as_number(x) / 1 if reduce_op == "mean" else _as_number(x)
+      return x / 1 if reduce_op == "mean" else x
 
     value = jax.tree.map(as_summand, value, is_leaf=is_indexed_slices)
     # Of a context that is used outside of `run`, JAX then reports the axis.

@@ -83,7 +83,9 @@ class CompiledForms:
         i: leaves[i] for i, x in enumerate(values) if x.sharding != shardings[i]
       }
       last = _LastCall(jitted, shardings, moved)
-    out = last.jitted(*values)
+    # A jax.shard_map that leaves axes to XLA must be compiled.
+    with jax.disable_jit(False):
+      out = last.jitted(*values)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
     return jax.block_until_ready(out) if waits(mesh) else out

@@ -51,11 +51,11 @@ ROWS = np.arange(64.0, dtype=np.float32).reshape(8, 8)
   ],
 )
 def test_sharded_array_arrives_in_parts(strategy, spec, wanted):
-  x = ROWS
-  if spec is not None:
-    x = jax.device_put(x, NamedSharding(strategy.mesh, spec))
-  got = strategy.run(lambda x: x, args=(x,))
-  np.testing.assert_array_equal(got, wanted)
+  x = jax.device_put(ROWS, spec and NamedSharding(strategy.mesh, spec))
+  for is_disabled in (False, True):
+    with jax.disable_jit(is_disabled):
+      got = strategy.run(lambda x: x, args=(x,))
+    np.testing.assert_array_equal(got, wanted)
 
 
 # -- Results.
