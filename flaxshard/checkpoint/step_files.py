@@ -201,9 +201,9 @@ def check(where: Directory) -> dict[str, Any] | None:
   if not names:
     # A process that is killed while it deletes a step can leave an empty one.
     raise Damaged(f"{where} is {'empty' if where.exists() else 'missing'}.")
+  is_newer = not names.isdisjoint((_STEP_METADATA, FLAXSHARD))
   # A deletion that was killed can leave a whole item alone.
-  is_newer = any(_is_newer_item(where / name) for name in PLAIN)
-  if is_newer or not names.isdisjoint((_STEP_METADATA, FLAXSHARD)):
+  if is_newer or any(_is_newer_item(where / name) for name in PLAIN):
     path = where / _STEP_METADATA
     # The handlers by item, or the only one; None in a step of an older Orbax.
     items = read_json(path).get("item_handlers")
