@@ -25,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import step_files
+from flaxshard.core import checks
 from flaxshard.core import files as files_lib
 from flaxshard.core import multihost
 from flaxshard.core import trees
@@ -338,11 +339,8 @@ def open_safetensors(file: Any) -> Leaves:
       tensors = {k: opened[name][k] for k, name in names.items()}
     else:
       tensors = _open_tensors(file)
-  except ImportError as e:
-    raise ImportError(
-      f"{file} needs the package {e.name}: "
-      "pip install 'flaxshard[safetensors]'."
-    ) from e
+  except ImportError:
+    raise
   except Exception as e:  # the package has an error of its own
     raise ValueError(f"{file} cannot be read: {e!r}.") from e
   found, leaves = dict[Path, Any](), {}
@@ -360,7 +358,8 @@ def open_safetensors(file: Any) -> Leaves:
 
 def _open_tensors(file: Any) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
   """Returns shape, dtype and what reads a part when it is indexed, by name."""
-  safetensors = importlib.import_module("safetensors")
+  with checks.extra(str(file), "safetensors"):
+    safetensors = importlib.import_module("safetensors")
   tensors = {}
   if files_lib.is_bucket(file):
     # The package opens files on disk alone, so the whole file is read.

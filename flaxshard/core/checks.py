@@ -9,6 +9,7 @@ one out of range.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import difflib
 import inspect
 import math
@@ -232,6 +233,28 @@ def differences(
       yield from differences(a.get(key, missing), b.get(key, missing), below)
   elif a != b:
     yield path, a, b
+
+
+@contextlib.contextmanager
+def extra(user: str, name: str) -> Iterator[None]:
+  """Says in the ImportError of a block which extra has the package.
+
+  Args:
+    user: What needs the package.
+    name: The extra of flaxshard.
+
+  Example:
+    >>> with extra("fs.nothing", "none"):
+    ...   import no_such_package
+    Traceback (most recent call last):
+    ImportError: fs.nothing needs no_such_package: pip install 'flaxshard[none]'
+  """
+  try:
+    yield
+  except ImportError as e:
+    raise ImportError(
+      f"{user} needs {e.name}: pip install 'flaxshard[{name}]'"
+    ) from e
 
 
 def format_bytes(nbytes: int) -> str:

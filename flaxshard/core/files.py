@@ -16,6 +16,8 @@ from etils import epath
 import filelock
 import jax
 
+from flaxshard.core import checks
+
 _log = logging.getLogger(__name__)
 
 _LOCK_FILE = ".lock"
@@ -54,14 +56,10 @@ def absolute(path: Path) -> str:
 
 
 def _prepare_buckets(path: str) -> None:
-  try:
+  with checks.extra(repr(path), "gcs"):
     import fsspec
     import gcsfs  # noqa: F401
     import google.cloud.storage  # noqa: F401
-  except ImportError as e:
-    raise ImportError(
-      f"{path!r} needs the package {e.name}: pip install 'flaxshard[gcs]'."
-    ) from e
   # Other processes and TensorStore write in the bucket, so a list of objects
   # that was kept in memory would be outdated.
   settings = fsspec.config.conf.setdefault("gcs", {})

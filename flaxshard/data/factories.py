@@ -147,12 +147,8 @@ def digits() -> Splits:
     >>> digits().train[0]["inputs"].shape
     (8, 8, 1)
   """
-  try:
+  with checks.extra("config.data 'digits'", "train"):
     from sklearn import datasets
-  except ImportError as e:
-    raise ImportError(
-      "config.data 'digits' needs scikit-learn: pip install 'flaxshard[train]'"
-    ) from e
   images, labels = datasets.load_digits(return_X_y=True)
   # Pixels are whole numbers from 0 to 16.
   inputs = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from flaxshard import data as data_lib
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.data import factories
@@ -73,8 +72,8 @@ def load(
   task: Any = None,
   *,
   shapes_only: bool = False,
-  known: data_lib.Shapes | None = None,
-) -> tuple[AdaptedTask, data_lib.Shapes, data_lib.Splits | None]:
+  known: sources.Shapes | None = None,
+) -> tuple[AdaptedTask, sources.Shapes, sources.Splits | None]:
   """Creates the task of a config and loads its data.
 
   Args:
@@ -117,12 +116,12 @@ def load(
       key: jax.ShapeDtypeStruct(x.shape, x.dtype)
       for key, x in adapted.example().items()
     }
-    return adapted, data_lib.Shapes(example), None
+    return adapted, sources.Shapes(example), None
   if adapted.load_data is None:
     data, where = read(), f"config.data ({config.data.get('name')!r})"
   else:
     data, where = adapted.load_data(), f"{adapted.name}.load_data"
-  shapes = data_lib.Shapes(
+  shapes = sources.Shapes(
     sources.check(where, data, adapted.collate), data.num_classes
   )
   return adapted, shapes, None if shapes_only else data

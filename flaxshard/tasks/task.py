@@ -208,8 +208,7 @@ class AdaptedTask:
     if self.create_model is None:
       if not config:
         raise ValueError(f"config.model is missing: there is no {where}.")
-      found = registry.find("config.model", config, models.MODELS)
-      return models.make(*found, **known)
+      return models.create(config, **known)
     config = registry.to_plain(config)
     if config and not registry.accepted(self.create_model, {"config": config}):
       raise ValueError(

@@ -97,13 +97,9 @@ def export(
   if batch_size is not None:
     checks.integer("batch_size", batch_size, minimum=1)
   # Found before the export, which takes a while.
-  try:
+  with checks.extra("fs.export", "export"):
     import flatbuffers  # noqa: F401
     from safetensors import numpy as safetensors_numpy
-  except ImportError as e:
-    raise ImportError(
-      f"fs.export needs {e.name}: pip install 'flaxshard[export]'"
-    ) from e
   path = files.absolute(path)
   files.check_writable("path", path, create=False)
   for name in (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE):

@@ -316,8 +316,7 @@ def clock(monkeypatch):
   """A clock that stands still; handlers of signals are restored in the end."""
   clock = types.SimpleNamespace(now=0.0)
   monkeypatch.setattr("time.monotonic", lambda: clock.now)
-  signums = signal.SIGINT, signal.SIGTERM
-  before = {signum: signal.getsignal(signum) for signum in signums}
+  before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
   yield clock
   for signum, handler in before.items():
     signal.signal(signum, handler)
