@@ -409,7 +409,7 @@ def find(change, **fields):
     grads = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
     return change({**state, "params": {"w": w - 0.1 * grads}})
 
-  state = {"params": {"w": jnp.zeros((8, 8))}, **fields}
+  state = {"params": {"w": jnp.zeros((8, 8))}, "mask": None, **fields}
   jitted = jax.jit(step, donate_argnums=0)
   return fs.check(jitted, state, jnp.zeros((4, 8)), min_bytes=1)
 
