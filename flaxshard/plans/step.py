@@ -112,7 +112,8 @@ class Step:
       return tuple(leaves)
     # The program may split arguments itself. What it does not read has no
     # sharding.
-    infos, tree = jax.tree.flatten(self.compiled.args_info)
+    infos = jax.tree.leaves(self.compiled.args_info)
+    tree: Any = jax.tree.structure(self.compiled.args_info)
     shardings = tree.flatten_up_to(self.compiled.input_shardings)
     return tuple(
       dataclasses.replace(
