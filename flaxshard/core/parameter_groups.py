@@ -280,11 +280,6 @@ def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(zeros, drop_frozen(tx, params))
 
 
-def merge(params: PyTree, trained: PyTree) -> PyTree:
-  """Returns `params` with the leaves of `trained` that are not None."""
-  return jax.tree.map(lambda p, t: p if t is None else t, params, trained)
-
-
 def _mask(patterns: tuple[str, ...], params: PyTree) -> PyTree:
   """Returns which parameters of a train state match a pattern."""
   # Of the collections of Flax's fp8 layers the optimizer sees one. The other

@@ -27,7 +27,7 @@ import numpy as np
 
 from flaxshard.core import jaxprs
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import parameter_groups
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
@@ -152,7 +152,7 @@ def _apply_commits(
   center_dims = ModelState(grad_dims, center_dims.opt_state)
   new = jax.tree.map(_gather, new, old_center, center_dims)
   local = jax.tree.map(_send_back, received, old, grad_dims)
-  merge = functools.partial(parameter_groups.merge, center.params)
+  merge = functools.partial(trees.map_both, lambda _, new: new, center.params)
   return new._replace(params=merge(new.params)), merge(local)
 
 

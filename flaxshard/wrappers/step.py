@@ -92,7 +92,8 @@ def value_and_grad(
   def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
     token = _inside.set(states)
     try:
-      result = loss_fn(parameter_groups.merge(params, trained), *args)
+      merged = trees.map_both(lambda _, new: new, params, trained)
+      result = loss_fn(merged, *args)
     finally:
       _inside.reset(token)
     loss, aux = split_loss(result, has_aux, grad_loss)
