@@ -7,6 +7,7 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any, Self
 
 import jax
@@ -76,6 +77,7 @@ def freeze(
       lambda is_frozen: "freeze" if is_frozen else "train",
       _mask(patterns, params),
     ),
+    mask_compatible_extra_args=True,
   )
 
   def init(params: PyTree) -> PyTree:
@@ -86,13 +88,20 @@ def freeze(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, PyTree]:
     if params is not None:
-      # `value_and_grad` returns None where a parameter is frozen.
-      updates = jax.tree.map(
-        lambda is_frozen, p, u: jnp.zeros_like(p) if is_frozen else u,
+      # `value_and_grad` returns None where a parameter is frozen. The optimizer
+      # of the others, such as a line search, has no value there either.
+      complete = functools.partial(
+        jax.tree.map,
+        lambda is_frozen, p, x: p if is_frozen else x,
         _mask(patterns, params),
         params,
-        updates,
       )
+      updates = complete(updates)
+      if "grad" in extra:
+        extra["grad"] = complete(extra["grad"])
+      if "value_fn" in extra:
+        value_fn = extra["value_fn"]
+        extra["value_fn"] = lambda trained: value_fn(complete(trained))
     return inner.update(updates, state, params, **extra)
 
   return Frozen(init, update, patterns=patterns)
