@@ -54,7 +54,9 @@ class Accumulate(base.Base):
   `CrossShard` with `per_replica`, and outside of `AGN`.
 
   Extra arguments of the optimizer, such as `value`, are those of the batch that
-  completes an update.
+  completes an update. A parameter without a gradient in that batch is not
+  updated and keeps its sum: a `var_list` must be the same for all batches of an
+  update.
 
   Gradients of tables of `sparse_rows` become whole arrays, with a warning.
 
