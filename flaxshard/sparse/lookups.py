@@ -319,7 +319,12 @@ def _take(x: Any, lookup: _Lookup | None) -> Any:
   return jnp.where(is_used, rows, lax.stop_gradient(rows))
 
 
-def _elementwise(eqn: Any, args: Sequence[Any]) -> _Table:
+def _elementwise(eqn: Any, args: Sequence[Any]) -> _Table | None:
+  """Accepts an operation, unless it repeats the row of a table of one row."""
+  num_rows = eqn.outvars[0].aval.shape[0]
+  for variable, x in zip(eqn.invars, args, strict=True):
+    if isinstance(x, _Table) and variable.aval.shape[0] != num_rows:
+      return None
   apply = functools.partial(eqn.primitive.bind, **eqn.params)
   return _Table(
     next(x.leaf for x in args if isinstance(x, _Table)),
