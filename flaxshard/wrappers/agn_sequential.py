@@ -35,8 +35,6 @@ from flaxshard.replicas import context as replica_context
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
-# A barrier has several results, each of one of its inputs.
-_ELEMENTWISE = jaxprs.ELEMENTWISE | {"optimization_barrier"}
 # Primitives that compute what the equations of their programs compute.
 _FOLLOWED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"cond"}
 # Instead of the dimension in which a leaf is split: every replica has all of it
@@ -326,8 +324,15 @@ def _agree(eqn: Any, twin: Any) -> bool:
   if name in _FOLLOWED:
     # A program that JAX does not show here is not known.
     return any(True for _ in jax_core.jaxprs_in_params(eqn.params))
-  if any(map(_is_split, eqn.invars, twin.invars)):
-    return name in _ELEMENTWISE and params == _semantics(twin.params)
+  inputs = zip(eqn.invars, twin.invars, strict=True)
+  split = {x.aval.shape for x, y in inputs if _is_split(x, y)}
+  if split:
+    # A barrier returns its inputs. Other operations repeat dimensions of size
+    # 1, and a part of such an array would belong to other elements.
+    is_kept = name == "optimization_barrier" or (
+      name in jaxprs.ELEMENTWISE and split == {eqn.outvars[0].aval.shape}
+    )
+    return is_kept and params == _semantics(twin.params)
   if any(map(_is_split, eqn.outvars, twin.outvars)):
     # All elements are equal, so a part of them fits any part.
     return name == "broadcast_in_dim" and not eqn.invars[0].aval.shape

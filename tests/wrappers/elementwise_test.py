@@ -88,17 +88,20 @@ def test_functions(fn, wanted):
 
 
 @pytest.mark.parametrize(
-  ("parts", "wanted"),
+  ("parts", "shape", "wanted"),
   [
-    (((2, 4), (2, 4)), True),
-    (((2, 4), (4, 2)), False),
-    (((2, 4), (4, 4)), False),
+    (((2, 4), (2, 4)), (4, 4), True),
+    (((2, 4), (4, 2)), (4, 4), False),
+    (((2, 4), (4, 4)), (4, 4), False),
+    # Repeated along the rows.
+    (((2, 4), (1, 4)), (1, 4), True),
+    (((2, 4), (1, 1)), (1, 4), False),
   ],
 )
-def test_parts_along_different_dimensions_do_not_combine(parts, wanted):
-  x = jnp.ones((4, 4))
-  parts = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in parts]
-  assert agn_sequential.is_elementwise(jnp.add, (x, x), parts) == wanted
+def test_parts_along_different_dimensions_do_not_combine(parts, shape, wanted):
+  args = jnp.ones((4, 4)), jnp.ones(shape)
+  parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in parts]
+  assert agn_sequential.is_elementwise(jnp.add, args, parts) == wanted
 
 
 def test_an_unsplit_output_must_not_depend_on_a_part():
