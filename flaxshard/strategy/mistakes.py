@@ -44,8 +44,7 @@ def check_arguments(
       `[steps, ...]`.
 
   Returns:
-    The arguments that look like batches, if no argument is split over the
-    replicas.
+    The arguments that look like batches and are not split over the replicas.
 
   Raises:
     ValueError: A wrapper does not fit the number of replicas; a leaf is split
@@ -55,7 +54,7 @@ def check_arguments(
   replicas = mesh.shape[mesh_lib.REPLICA]
   for wrappers in dict.fromkeys(x.wrappers for x in leaves if x.wrappers):
     stack.check_replicas(wrappers, replicas)
-  whole, is_split = [], False
+  whole = []
   for x, leaf in zip(given, leaves, strict=True):
     spec = leaf.replica_spec
     if leaf.kind == arguments.SHARED:
@@ -67,8 +66,6 @@ def check_arguments(
           f"split it over logical axes. {stack.divergence(w) or ''}"
         )
       continue
-    # What wrappers keep for each replica (AGN's local parameters) is no data.
-    is_split |= spec != P() and _WRAPPER_STATES not in leaf.path
     if leaf.kind == arguments.OWN:
       continue
     if is_stacked and leaf.path[1].idx == 1 and values.has_replica_axis(spec):
@@ -90,7 +87,7 @@ def check_arguments(
       and x.shape[int(is_stacked) :][:1] >= (replicas,)
     ):
       whole.append(f"{leaf.argument} of shape {x.shape}")
-  return [] if is_split else whole
+  return whole
 
 
 def _is_key(x: Any) -> bool:
@@ -116,7 +113,7 @@ def check_program(
     leaves: What its inputs are.
     in_specs: Which dimensions of each of them are split over the replicas.
     results: What its outputs are.
-    batches: The arguments that look like batches, if none is split.
+    batches: The arguments that look like batches and are not split.
     num_replicas: The number of replicas.
 
   Raises:
@@ -156,13 +153,26 @@ def check_program(
   # Other functions may compute the same on all replicas for good reasons.
   if any(leaf.wrappers is not None for leaf in leaves):
     outputs = [x for leaf, x in found if leaf.wrappers is None]
-    _warn(checker.gradients, outputs, batches, num_replicas)
+    # What wrappers keep for each replica (AGN's local parameters) is no data.
+    is_split = any(
+      spec != P() and _WRAPPER_STATES not in leaf.path
+      for leaf, spec in zip(leaves, in_specs, strict=True)
+    )
+    # An array that fn captures is gathered, so that each replica has all of it.
+    captured = [
+      f"a captured array of shape {x.shape} (pass it as an argument)"
+      for x in program.consts
+      if isinstance(x, jax.Array)
+      and values.has_replica_axis(getattr(x.sharding, "spec", None))
+    ]
+    whole = [] if is_split else batches + captured
+    _warn(checker.gradients, outputs, whole, num_replicas)
 
 
 def _warn(
   gradients: Sequence[same_state.Fact],
   outputs: Sequence[same_state.Fact],
-  batches: list[str],
+  whole: list[str],
   num_replicas: int,
 ) -> None:
   """Warns of a traced step that does too much, or reduces twice.
@@ -170,7 +180,7 @@ def _warn(
   Args:
     gradients: The facts of the gradients that `apply_gradients` reduces.
     outputs: The facts of the outputs that are not part of a TrainState.
-    batches: See `check_program`.
+    whole: The arrays that look like batches, if none is split.
     num_replicas: The number of replicas.
   """
   computed = gradients or outputs
@@ -178,17 +188,17 @@ def _warn(
   # batch there. One that uses the number of a replica otherwise may take a part
   # of the batch by itself.
   if (
-    batches
+    whole
     and computed
     and not any(same_state.NUMBER in x.history for x in computed)
   ):
-    whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
+    put = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
     checks.warn(
       f"run: no argument is split over the {num_replicas} replicas, so each of "
-      f"them computes the whole of {checks.listed(batches)}. Split a batch "
+      f"them computes the whole of {checks.listed(whole)}. Split a batch "
       "with strategy.shard_batch(batch), or all batches of a dataset with "
       "strategy.distribute_dataset(batches). If every replica is to compute "
-      f"all of it, put it on the mesh: {whole}."
+      f"all of it, put it on the mesh: {put}."
     )
   # A sum over the replicas has made them the same, and not only constants or
   # the same data on all replicas.

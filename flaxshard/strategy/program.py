@@ -64,7 +64,7 @@ def run(
     options: How it is compiled.
     treedef: The structure of `(args, kwargs)`.
     leaves: What the leaves of the arguments are.
-    batches: Those that look like batches, if none is split.
+    batches: Those that look like batches and are not split.
     *arrays: The leaves.
   """
   mesh, in_specs, parts, shapes = options.mesh, [], [], []
