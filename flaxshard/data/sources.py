@@ -22,8 +22,6 @@ from flaxshard.data import sharding
 
 Example = dict[str, Any]
 Collate = Callable[[Sequence[Any]], Mapping[str, Any]]
-# Shape and dtype of each array of an example, by key.
-ExampleShapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Source(Protocol):
@@ -261,8 +259,8 @@ def make_batch(examples: Sequence[Any], collate: Collate | None) -> Example:
 
 def check(
   where: str, data: Splits | Shapes, collate: Collate | None = None
-) -> ExampleShapes:
-  """Checks the first example of each split.
+) -> Shapes:
+  """Checks the first example of each split, and returns the shapes.
 
   Reading all may take hours: the iterators check the others when they read
   them.
@@ -273,7 +271,7 @@ def check(
     collate: Makes a batch of examples; None stacks their arrays.
 
   Returns:
-    The shapes of an example after `collate`.
+    Those of an example after `collate`.
 
   Raises:
     ValueError: A split is empty, or its first example is not valid.
@@ -281,7 +279,7 @@ def check(
   """
   if isinstance(data, Shapes):
     zeros = {k: np.zeros(x.shape, x.dtype) for k, x in data.example.items()}
-    return _shapes_of(where, zeros, collate)
+    return Shapes(_shapes_of(where, zeros, collate), data.num_classes)
   if data.num_classes is not None:
     checks.integer(f"{where}: num_classes", data.num_classes, minimum=1)
   example = _first(f"{where}: train", data.train, may_be_stream=True)
@@ -296,7 +294,7 @@ def check(
         f"{where}: examples of eval must have the keys, shapes and dtypes of "
         f"those of train, but differ in {difference}."
       )
-  return train
+  return Shapes(train, data.num_classes)
 
 
 def _first(where: str, source: Any, *, may_be_stream: bool) -> Any:
@@ -322,7 +320,7 @@ def _first(where: str, source: Any, *, may_be_stream: bool) -> Any:
 
 def _shapes_of(
   where: str, example: Any, collate: Collate | None
-) -> ExampleShapes:
+) -> dict[str, jax.ShapeDtypeStruct]:
   # An error of `collate` does not say which example it was given.
   where = f"{where}: no batch can be made of {checks.describe(example)}"
   with registry.errors_name(where, LookupError, AttributeError):

@@ -6,8 +6,6 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
-import jax
-
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.data import factories
@@ -112,18 +110,12 @@ def load(
     )
   has_data = adapted.load_data is not None or config.data
   if adapted.example is not None and (shapes_only or not has_data):
-    example = {
-      key: jax.ShapeDtypeStruct(x.shape, x.dtype)
-      for key, x in adapted.example().items()
-    }
-    return adapted, sources.Shapes(example), None
+    return adapted, sources.Shapes(adapted.example()), None
   if adapted.load_data is None:
     data, where = read(), f"config.data ({config.data.get('name')!r})"
   else:
     data, where = adapted.load_data(), f"{adapted.name}.load_data"
-  shapes = sources.Shapes(
-    sources.check(where, data, adapted.collate), data.num_classes
-  )
+  shapes = sources.check(where, data, adapted.collate)
   return adapted, shapes, None if shapes_only else data
 
 
@@ -152,5 +144,5 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
   if "num_classes" in accepted:
     accepted["num_classes"] = read().num_classes
   if "example" in accepted:
-    accepted["example"] = sources.check("config.data", read())
+    accepted["example"] = sources.check("config.data", read()).example
   return adapt(registry.construct(where, found, given, given=accepted), where)

@@ -21,7 +21,6 @@ from flaxshard.center import merge
 from flaxshard.center import store
 from flaxshard.center.worker import Worker
 from flaxshard.core import files
-from flaxshard.core import registry
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
@@ -224,6 +223,5 @@ def _abstract_state(facts: Mapping[str, Any]) -> TrainState:
       "--synchronize needs a run from a config: the workers of this one have "
       "a loop of their own, and merge themselves."
     )
-  # JSON has lists for the tuples of the config.
-  config = config_lib.check(registry.to_plain(facts["config"]))
+  config = config_lib.check(facts["config"])
   return load.plan(config, facts["example"]).abstract_state

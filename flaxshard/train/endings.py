@@ -28,7 +28,6 @@ from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
 from flaxshard.train import report
 from flaxshard.wrappers import stack
-from flaxshard.wrappers.loss_scale import DynamicLossScale
 from flaxshard.wrappers.loss_scale import LossScale
 
 _log = logging.getLogger(__name__)
@@ -89,9 +88,9 @@ class Watch:
         f"after step {step}{': ' if paths else ''}{', '.join(paths)}.",
       )
     self.is_stalled = False
-    found = [w.rule for w in state.wrappers if isinstance(w, LossScale)]
     # A fixed scale skips no step, and "auto" may have found nothing to scale.
-    rules = [rule for rule in found if isinstance(rule, DynamicLossScale)]
+    found = [w for w in state.wrappers if isinstance(w, LossScale)]
+    rules: list[Any] = [w.rule for w in found if w.skips_steps]
     scale = state.wrapper_states.get(LossScale.name)
     if not rules or not scale:
       return

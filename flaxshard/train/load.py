@@ -19,7 +19,6 @@ from flaxshard.checkpoint import steps
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
-from flaxshard.core import registry
 from flaxshard.partitioning import compile_only
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
@@ -149,8 +148,7 @@ def load(
     raise ValueError(
       f"workdir={workdir!r} is not the workdir of a run: there is no {missing}."
     )
-  # JSON has lists for the tuples of the config.
-  config = config_lib.check(registry.to_plain(values))
+  config = config_lib.check(values)
   setup = plan(config, shapes, task, strategy, rules)
   if step == "best":
     step = _best_step(config, workdir)

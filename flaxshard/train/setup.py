@@ -6,7 +6,7 @@ reported within seconds. A plan uses it too, for devices that need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -100,6 +100,10 @@ class Setup:
     self._whole = jax.sharding.NamedSharding(strategy.mesh, P())
     self._by_row = jax.sharding.NamedSharding(
       strategy.mesh, sharding.OVER_REPLICAS
+    )
+    # One program, and not one for each array.
+    self._combine_replicas = jax.jit(
+      steps.combine_replicas, out_shardings=self._whole
     )
     self.task, self.shapes, self.splits = load.load(
       config, task, shapes_only=shapes_only, known=known
@@ -319,15 +323,13 @@ class Setup:
       return self.strategy.distribute_values_from_function(lambda _: values)
     return self.replicate(values)
 
-  @functools.cached_property
-  def read_progress(self) -> Callable[[steps.Progress], steps.Progress]:
+  def read_progress(self, progress: steps.Progress) -> steps.Progress:
     """Waits for a progress; returns that of all replicas as NumPy arrays."""
-    if not self.config.mesh.per_replica:
-      # Each process has the whole progress already.
-      return jax.device_get
-    # One program, and not one for each array.
-    combine = jax.jit(steps.combine_replicas, out_shardings=self._whole)
-    return lambda progress: jax.device_get(combine(progress))
+    # Otherwise each process has the whole progress already.
+    if self.config.mesh.per_replica:
+      progress = self._combine_replicas(progress)
+    values: steps.Progress = jax.device_get(progress)
+    return values
 
   def train_rng(self) -> Any:
     """Returns the PRNG key of the train steps."""
