@@ -106,7 +106,7 @@ class Padder:
     """
     flat = sharding.flatten(batch)
     if not self._leaves:
-      self._start(flat, isinstance(batch, Mapping))
+      self._start(batch, flat)
     sizes = self._check(flat)
     if self.drop_remainder and flat.rows < self._rows:
       return None
@@ -128,7 +128,7 @@ class Padder:
       mask = np.zeros(tuple(padded.values()), bool)
       mask[tuple(map(slice, sizes.values()))] = True
       if key in arrays:
-        mask = _combine_masks(key, np.asarray(arrays[key]), mask)
+        mask = _combine_masks(np.asarray(arrays[key]), mask)
       arrays[key] = mask
     out = sharding.put(arrays, self._shardings)
     batch = jax.tree.unflatten(flat.tree, [out[p] for p in self._leaves])
@@ -136,19 +136,27 @@ class Padder:
       return batch
     return {**batch, key: out[key]}
 
-  def _start(self, first: sharding.HostBatch, is_dict: bool) -> None:
+  def _start(self, batch: PyTree, first: sharding.HostBatch) -> None:
     """Takes what all batches share from the first one.
 
     Raises:
       ValueError: The options do not fit the batch.
     """
-    if not is_dict:
+    if not isinstance(batch, Mapping):
       if self.bucket is not None:
         raise ValueError(
           f"bucket={self.bucket!r} adds a mask, so batches must be dicts, got "
           f"{first.tree}."
         )
       self.mask = None
+    elif self.mask in batch:
+      given = batch[self.mask]
+      if not hasattr(given, "dtype") or given.dtype != bool:
+        raise ValueError(
+          f"batch[{self.mask}] must be a bool array [batch, ...], got "
+          f"{checks.describe(given)}; the argument mask= sets another key for "
+          "the mask of padding."
+        )
     # The rows of a full batch of this process, and the dimensions that vary.
     self._rows = first.rows
     if self.batch_size is not None:
@@ -163,11 +171,6 @@ class Padder:
       for path, leaf in leaves.items()
     }
     if self.mask is not None:
-      if any(path.startswith(f"{self.mask}/") for path in leaves):
-        raise ValueError(
-          f"batch[{self.mask}] must be a bool array [batch, ...], got a tree; "
-          "the argument mask= sets another key for the mask of padding."
-        )
       # Its rows are split as those of the leaf with the most parts.
       most = max(leaves, key=lambda path: parts[path][0])
       specs.setdefault(self.mask, P(*specs[most][:1]))
@@ -316,13 +319,8 @@ def _round_to_bucket(size: int, multiple: int) -> int:
   return multiple << (max(-(-size // multiple), 1) - 1).bit_length()
 
 
-def _combine_masks(key: str, given: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def _combine_masks(given: np.ndarray, mask: np.ndarray) -> np.ndarray:
   """Returns the mask of a batch, with False for the padding as well."""
-  if given.dtype != bool:
-    raise ValueError(
-      f"batch[{key}] must be a bool array [batch, ...], got {given.dtype}; the "
-      "argument mask= sets another key for the mask of padding."
-    )
   # The mask of lower rank, say of rows, applies to all positions of a row.
   rank = max(given.ndim, mask.ndim)
   shapes = [x.shape + (1,) * (rank - x.ndim) for x in (given, mask)]

@@ -308,10 +308,8 @@ class Setup:
       traced = self.train_step.trace(state, progress, batch, rng)
       # Evaluation is compiled much later: trace it now to find its errors.
       metrics = jax.eval_shape(self.task.metrics.empty)
-      eval_batch = self._eval_batch
-      jax.eval_shape(
-        self.eval_step, state, metrics, eval_batch, rng, np.int32(0)
-      )
+      inputs = state, metrics, self._eval_batch, rng, np.int32(0)
+      jax.eval_shape(self.eval_step, *inputs)
     return traced
 
   # Arguments of the train step, on the devices.
@@ -359,15 +357,11 @@ class Setup:
 
   def open_train_batches(self) -> Any:
     """Returns an iterator over the training batches, a context manager."""
+    worker_id = self.rank.worker_id
     if self.task.train_batches is not None:
-      return Stream(
-        self.task,
-        self.config.seed,
-        self.arguments[BATCH],
-        worker_id=self.rank.worker_id,
-      )
+      return Stream(self.task, self.config.seed, self._batch, worker_id)
     assert self.splits is not None
-    first_row = self.rank.worker_id * self.batch_size
+    first_row = worker_id * self.batch_size
     batches = data.train_iterator(
       self.splits,
       seed=self.config.seed,

@@ -165,7 +165,7 @@ HERE = str(pathlib.Path(__file__).parent)
     # Masks and buckets.
     (lambda: distributed(np.ones(8), np.ones(3)), ValueError, "3 .*8.*mask"),
     (lambda: distributed(FLOAT_MASK), ValueError, r"\[mask\].*bool.*float"),
-    (lambda: distributed({"mask": FLOATS}), ValueError, r"\[mask\].*a tree"),
+    (lambda: distributed({"mask": FLOATS}), ValueError, r"\[mask\].*a dict"),
     (lambda: distributed(bucket="even"), ValueError, "bucket.*power_.*'even'"),
     (lambda: bucketed(mask=None), ValueError, "bucket.*mask=None"),
     (lambda: distributed(bucket_dims=(1,)), ValueError, "bucket_dims.*power_"),
