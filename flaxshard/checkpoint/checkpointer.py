@@ -265,11 +265,12 @@ class Checkpointer:
     Raises:
       TypeError: A leaf of the state is not an array, `step` is not an integer,
         or a position or a metric has another type than is allowed.
-      ValueError: A leaf of the state has no elements, a later step exists,
-        the step was saved from a state with another tree or another
-        `state.step`, the metrics lack `best_metric`, another program saves in
-        the directory, the position of `data` is said to be global but differs
-        between processes, or the checkpointer is closed.
+      ValueError: A leaf of the state has no elements, two leaves differ in dots
+        of their path alone, a later step exists, the step was saved from a
+        state with another tree or another `state.step`, the metrics lack
+        `best_metric`, another program saves in the directory, the position of
+        `data` is said to be global but differs between processes, or the
+        checkpointer is closed.
       SaveError: This step, or the one before, could not be written. If a
         process fails in the background, all raise it.
     """

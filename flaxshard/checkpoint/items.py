@@ -55,7 +55,8 @@ def save_args(
 
   Raises:
     TypeError: `state` is not a `TrainState`, or a leaf of it is not an array.
-    ValueError: A leaf has no elements, or `plain_item` has another value.
+    ValueError: A leaf has no elements, two leaves differ in dots of their path
+      alone, or `plain_item` has another value.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax, tempfile
@@ -271,10 +272,20 @@ def _check_savable(state: States) -> None:
   Raises:
     TypeError: A leaf is not an array of numbers, booleans or random keys, or
       JAX would change its dtype.
-    ValueError: An array has no elements.
+    ValueError: An array has no elements, or Orbax would write two leaves under
+      one name.
   """
+  names: dict[str, str] = {}
   for path, x in jax.tree_util.tree_leaves_with_path(state):
-    name = f"state[{trees.path_string(path)}]"
+    keys = trees.path_strings(path)
+    name = f"state[{'/'.join(keys)}]"
+    # Orbax joins the keys by dots, and restores one of the two for both.
+    other = names.setdefault(".".join(keys), name)
+    if other != name:
+      raise ValueError(
+        f"{name} and {other} have the same name in Orbax's files, which join "
+        "keys by dots: rename one of them."
+      )
     is_numpy = isinstance(x, (np.ndarray, np.generic)) and trees.is_array(x)
     # NumPy has 64 bits by default, and JAX would restore 32.
     if not isinstance(x, jax.Array) and not (

@@ -57,6 +57,7 @@ def save_after_closing(runs):
 
 
 MISSPELT = dict(metrics={"acuracy": 0.5}, best_metric="accuracy")
+DOTS = {"c": {"d": jnp.ones(2)}, "c.d": jnp.ones(2)}
 OTHER = optax.chain(optax.identity(), plain_states.TX)
 
 MISTAKES = [
@@ -69,6 +70,7 @@ MISTAKES = [
   (save(lambda: with_leaf(np.array([None]))), TypeError, "object"),
   (save(lambda: with_leaf(np.ones(2))), TypeError, "x64.* float64"),
   (save(lambda: with_leaf(jnp.ones((0, 3)))), ValueError, r"b\].*\(0, 3\)"),
+  (save(lambda: with_leaf(DOTS)), ValueError, r"b/c\.d\] and .*b/c/d\]"),
   # Steps.
   (save(create, 2.0), TypeError, "float"),
   (save(create, -1), ValueError, "step.* -1"),
@@ -86,7 +88,6 @@ MISTAKES = [
   (save(create, **MISSPELT), ValueError, "'accuracy'.* 'acuracy'"),
   (save(create, max_to_keep=0), ValueError, "max_to_keep.* 0"),
   (save(create, best_mode="min"), ValueError, "best_mode need best_metric"),
-  (save(create, best_metric="a", best_mode="most"), ValueError, "'most'"),
   (save(create, plain_item="zzz"), ValueError, "plain_item.* 'zzz'"),
   (save(create, config={"a": object()}), TypeError, "object .*JSON"),
   (save(create, path="digits/checkpoints/3"), ValueError, "one checkpoint"),
