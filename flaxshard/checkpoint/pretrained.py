@@ -243,6 +243,9 @@ def _by_name(leaves: Mapping[Path, _T]) -> dict[str, _T]:
 
   Returns:
     The leaves in the same order. Names of parameters begin with no collection.
+
+  Raises:
+    ValueError: Two leaves have the same name, as keys may have slashes.
   """
   has_collections = _has_collections(leaves)
   siblings = collections_lib.Counter(path[:-1] for path in leaves)
@@ -251,7 +254,10 @@ def _by_name(leaves: Mapping[Path, _T]) -> dict[str, _T]:
     rest = path[1:] if has_collections and path[:1] in _PARAMS else path
     if siblings[path[:-1]] == 1:  # it may be in a box
       rest = reader.in_train_state(rest, reader.BOXES)
-    named["/".join(rest)] = leaf
+    name = "/".join(rest)
+    if name in named:
+      raise ValueError(f"two arrays have the same path {name!r}.")
+    named[name] = leaf
   return named
 
 
