@@ -311,9 +311,11 @@ def _take(x: Any, lookup: _Lookup | None) -> Any:
     return x.rows(lookup)
   if lookup is None or not np.ndim(x):
     return x
-  rows = x.at[lookup.read].get(mode="clip")
-  # Where JAX drops the gradient of the table's row, it drops this one too.
-  # Not by the number of rows: that of a broadcast array is 1.
+  return x.at[lookup.read].get(mode="clip")
+
+
+def _drop_unused(rows: jax.Array, lookup: _Lookup) -> jax.Array:
+  """Stops the gradients of rows where JAX drops that of the table's row."""
   is_used = lookup.used == lookup.read
   is_used = is_used.reshape(-1, *[1] * (rows.ndim - 1))
   return jnp.where(is_used, rows, lax.stop_gradient(rows))
@@ -326,10 +328,14 @@ def _elementwise(eqn: Any, args: Sequence[Any]) -> _Table | None:
     if isinstance(x, _Table) and variable.aval.shape[0] != num_rows:
       return None
   apply = functools.partial(eqn.primitive.bind, **eqn.params)
-  return _Table(
-    next(x.leaf for x in args if isinstance(x, _Table)),
-    lambda lookup: apply(*(_take(x, lookup) for x in args)),
-  )
+
+  def rows(lookup: _Lookup | None) -> jax.Array:
+    values: jax.Array = apply(*(_take(x, lookup) for x in args))
+    if lookup is None or not any(isinstance(x, jax.Array) for x in args):
+      return values
+    return _drop_unused(values, lookup)
+
+  return _Table(next(x.leaf for x in args if isinstance(x, _Table)), rows)
 
 
 def _reshape(eqn: Any, table: _Table) -> _Table | None:
@@ -373,7 +379,7 @@ def _scatter(
       return whole
     new = table.rows(lookup)
     is_gone = jnp.isin(lookup.read, gone).reshape(-1, *[1] * (new.ndim - 1))
-    return jnp.where(is_gone, _take(whole, lookup), new)
+    return jnp.where(is_gone, _drop_unused(_take(whole, lookup), lookup), new)
 
   return _Table(table.leaf, rows)
 

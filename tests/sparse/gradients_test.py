@@ -152,8 +152,13 @@ def test_dense_use_gives_a_whole_array_and_a_warning(name, compiled):
 
 @pytest.mark.parametrize(
   ("table", "other"),
-  [(TABLE, jnp.cos(TABLE)), (TABLE, BIAS), (BIAS[None], TABLE)],
-  ids=["array", "row", "table of one row"],
+  [
+    (TABLE, jnp.cos(TABLE)),
+    (TABLE, BIAS),
+    (TABLE, BIAS[0]),
+    (BIAS[None], TABLE),
+  ],
+  ids=["array", "row", "scalar", "table of one row"],
 )
 @pytest.mark.filterwarnings("ignore:value_and_grad")
 def test_factors_of_a_product_have_their_gradients(table, other):
