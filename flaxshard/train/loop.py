@@ -137,9 +137,9 @@ def _run(
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
   setup = setup_lib.Setup(config, strategy, task, rank)
-  lowered = setup.lowered_train_step
+  lowered = setup.trace().lower()
   steps.check_metrics(setup)
-  same_run.check_setup(setup)
+  same_run.check_setup(setup, lowered)
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.

@@ -283,7 +283,7 @@ def check_config(config: Any) -> None:
     multihost.check_agreement(_code_facts(config), _SAME_COMMAND)
 
 
-def check_setup(setup: setup_lib.Setup) -> None:
+def check_setup(setup: setup_lib.Setup, lowered: jax.stages.Lowered) -> None:
   """Raises if processes have other data or train steps.
 
   The traced train step shows the devices, and the code of the model, the
@@ -291,14 +291,14 @@ def check_setup(setup: setup_lib.Setup) -> None:
 
   Args:
     setup: The setup of the config.
+    lowered: Its train step.
 
   Raises:
     ValueError: Two processes disagree.
   """
   if multihost.process_count() == 1:
     return
-  program = setup.lowered_train_step.as_text().encode()
-  step = hashlib.sha256(program).hexdigest()
+  step = hashlib.sha256(lowered.as_text().encode()).hexdigest()
   facts = {"the traced train step (SHA-256)": step, **_data_facts(setup.splits)}
   multihost.check_agreement(facts, _SAME_COMMAND)
 

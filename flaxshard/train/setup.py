@@ -291,11 +291,6 @@ class Setup:
       functools.partial(steps.eval_step, self.task, is_padded=is_padded)
     )
 
-  @functools.cached_property
-  def lowered_train_step(self) -> jax.stages.Lowered:
-    """The train step, traced and ready to be compiled."""
-    return self.trace().lower()
-
   def trace(self) -> jax.stages.Traced:
     """Traces the train step and the evaluation; returns the traced train step.
 

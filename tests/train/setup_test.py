@@ -72,7 +72,7 @@ def test_a_spatial_split_exchanges_borders_only():
     precision="float32",
     wrappers=(),
   )
-  text = setup.lowered_train_step.compile().as_text()
+  text = setup.trace().lower().compile().as_text()
   # Neighbors exchange the borders of their pieces ...
   assert "collective-permute" in text
   # ... and nobody gets whole images, nor the first layer's.
