@@ -32,6 +32,7 @@ class Stream:
     task: The task.
     seed: The seed of the run.
     batch: Shapes and shardings of the arrays of a batch, by key.
+    newest_state: Returns the newest train state.
     worker_id: Index of the worker that this process is. Each makes batches of
       its own, of its share of `config.batch_size`.
 
@@ -47,6 +48,7 @@ class Stream:
     task: AdaptedTask,
     seed: int,
     batch: Mapping[str, jax.ShapeDtypeStruct],
+    newest_state: Callable[[], TrainState],
     worker_id: int = 0,
   ):
     self.batch_size = next(iter(batch.values())).shape[0]
@@ -54,7 +56,8 @@ class Stream:
     self._task = task
     self._batch = batch
     self._batches: Iterator[Any] | None = None
-    self._newest_state: Callable[[], TrainState] | None = None
+    self._newest_state = newest_state
+    self._state: Callable[[], TrainState] | None = None
     self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
     if worker_id:
       # Other batches than those of worker 0.
@@ -71,23 +74,20 @@ class Stream:
     Read it anew for each batch: the next train step deletes its arrays. Of
     several processes, all must call it.
     """
-    if self._newest_state is None:
+    if self._state is None:
       raise RuntimeError("stream.state() is there only while a batch is made.")
-    return self._newest_state()
+    return self._state()
 
-  def next_batch(self, state: TrainState) -> dict[str, jax.Array]:
+  def __next__(self) -> dict[str, jax.Array]:
     """Returns the next batch, on the devices.
-
-    Args:
-      state: The newest train state.
 
     Raises:
       ValueError: The task made no batch, or one of other shapes than
         those of its examples.
     """
     # Only if it is asked for, and once: this may be a collective.
-    self._newest_state = functools.cache(
-      lambda: replica_groups.of_first_replica(state)
+    self._state = functools.cache(
+      lambda: replica_groups.of_first_replica(self._newest_state())
     )
     try:
       if self._batches is None:
@@ -95,7 +95,7 @@ class Stream:
       arrays = self._put(next(self._batches, None))
     finally:
       # The train step donates the state.
-      self._newest_state = None
+      self._state = None
     self.step += 1
     return arrays
 

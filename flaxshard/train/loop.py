@@ -148,7 +148,8 @@ def _run(
       stack.callback(files.lock("workdir", workdir))
     # From here on a signal ends the run with a checkpoint.
     stop_request = stack.enter_context(endings.StopRequest())
-    batches = stack.enter_context(setup.open_train_batches())
+    # A task may make a batch from the newest state.
+    batches = stack.enter_context(setup.open_train_batches(lambda: state))
     checkpointer = stack.enter_context(
       same_run.open_checkpointer(config, workdir)
     )
@@ -208,7 +209,7 @@ def _run(
     while not is_last:
       step += 1
       profile_before_step(step, state)
-      batch = setup.next_batch(batches, state)
+      batch = next(batches)
       state, progress = setup.train_step(state, progress, batch, rng)
       if strategy.waits:
         # On virtual devices, XLA can deadlock with several steps in flight.

@@ -6,7 +6,7 @@ reported within seconds. A plan uses it too, for devices that need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 from typing import Any
@@ -350,16 +350,21 @@ class Setup:
     """The rows of a batch that this process reads."""
     return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
 
-  def open_train_batches(self) -> Any:
-    """Returns an iterator over the training batches, a context manager."""
-    worker_id = self.rank.worker_id
+  def open_train_batches(self, newest_state: Callable[[], TrainState]) -> Any:
+    """Returns an iterator over the training batches, a context manager.
+
+    Args:
+      newest_state: Returns the newest train state, from which a task may make
+        the next batch.
+    """
+    seed, worker_id = self.config.seed, self.rank.worker_id
     if self.task.train_batches is not None:
-      return Stream(self.task, self.config.seed, self._batch, worker_id)
+      return Stream(self.task, seed, self._batch, newest_state, worker_id)
     assert self.splits is not None
     first_row = worker_id * self.batch_size
     batches = data.train_iterator(
       self.splits,
-      seed=self.config.seed,
+      seed=seed,
       collate=self.task.collate,
       # Rows of the batch of all workers.
       batch_size=self.config.batch_size,
@@ -368,17 +373,6 @@ class Setup:
     # Training batches are never padded: the data repeats.
     put = functools.partial(sharding.put_rows, wanted=self._batch)
     return DistributedIterator(batches, put)
-
-  def next_batch(self, batches: Any, state: TrainState) -> Any:
-    """Returns the next training batch, on the devices.
-
-    Args:
-      batches: What `open_train_batches` has returned.
-      state: The newest train state.
-    """
-    if self.task.train_batches is not None:
-      return batches.next_batch(state)
-    return next(batches)
 
   def open_eval_batches(self) -> DistributedIterator:
     """Returns an iterator over the evaluation batches, a context manager.

@@ -22,7 +22,7 @@ def test_a_plan_and_a_run_have_the_same_arguments():
   program = setup_lib.Setup(setup.config, setup.strategy, shapes_only=True)
   planned, run = (jax.tree.leaves(x.abstract_state) for x in (program, setup))
   assert planned == run
-  with setup.open_train_batches() as batches:
+  with setup.open_train_batches(None) as batches:
     batch = next(batches)
   planned = program.arguments[setup_lib.BATCH]
   for key, x in batch.items():

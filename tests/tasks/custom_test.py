@@ -303,7 +303,7 @@ def with_data(*splits):
   create_setup(with_attributes(load_data=load_data))
 
 
-take_batch = lambda task: next(create_setup(task).open_train_batches())
+take_batch = lambda task: next(create_setup(task).open_train_batches(None))
 
 
 def label(value):

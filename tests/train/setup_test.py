@@ -93,7 +93,7 @@ def test_rank_is_found_in_the_environment():
 def test_workers_read_the_rows_of_their_replicas():
   fields = {"mesh": {"replica": 4, "per_replica": True}}
   setup = create_setup(**fields, wrappers=(("agn", {"commit": "mean"}),))
-  with setup.open_train_batches() as batches:
+  with setup.open_train_batches(None) as batches:
     wanted = [next(batches)["labels"].tolist() for _ in range(2)]
   shared = check(**fields, wrappers=STORE)
   strategy = devices.create_strategy(devices.config_of_worker(shared, 2))
@@ -102,7 +102,7 @@ def test_workers_read_the_rows_of_their_replicas():
     setup = setup_lib.Setup(shared, strategy, rank=Rank(worker_id, 2))
     assert setup.batch_size == 8
     rows = slice(8 * worker_id, 8 * (worker_id + 1))
-    with setup.open_train_batches() as batches:
+    with setup.open_train_batches(None) as batches:
       for batch in wanted:
         assert next(batches)["labels"].tolist() == batch[rows]
     # All examples are evaluated by each worker.
