@@ -148,8 +148,8 @@ def _place(mesh: jax.sharding.Mesh, arrived: list[Any], node: Any) -> Any:
 
   Args:
     mesh: The strategy's mesh.
-    arrived: The states among the arguments, as shapes with shardings, that have
-      not come back yet.
+    arrived: The states among the arguments, as shapes with shardings; those
+      that have come back already are at the end.
     node: A TrainState, or another part of the results.
   """
   if isinstance(node, Replicated):
@@ -158,14 +158,21 @@ def _place(mesh: jax.sharding.Mesh, arrived: list[Any], node: Any) -> Any:
     return node
   treedef: Any = jax.tree.structure(node)
   # A state leaves with the shardings that it arrived with. Others would make
-  # the next step compile again.
-  same = [i for i, x in enumerate(arrived) if jax.tree.structure(x) == treedef]
-  if same:
-    shardings = [x.sharding for x in jax.tree.leaves(arrived.pop(same[0]))]
-  else:
-    kinds, _ = arguments.flatten(node)
-    shardings = [arguments.default_sharding(mesh, x.kind) for x in kinds]
-  leaves = jax.tree.leaves(node)
+  # the next step compile again, and what was split would be whole.
+  arrived.sort(key=lambda x: jax.tree.structure(x) != treedef)
+  known = {}
+  if arrived:
+    arrived.append(arrived.pop(0))
+    known = {
+      (leaf.path, x.shape): x.sharding
+      for leaf, x in zip(*arguments.flatten(arrived[-1]), strict=True)
+    }
+  kinds, leaves = arguments.flatten(node)
+  shardings = [
+    known.get((leaf.path, x.shape))
+    or arguments.default_sharding(mesh, leaf.kind)
+    for leaf, x in zip(kinds, leaves, strict=True)
+  ]
   return treedef.unflatten(map(mesh_lib.constrain, leaves, shardings))
 
 

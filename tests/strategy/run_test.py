@@ -99,10 +99,11 @@ def test_two_states_keep_their_shardings():
     student, _ = student.minimize(loss_fn, batch)
     average = lambda a, b: 0.5 * (a + b)
     params = jax.tree.map(average, teacher.params, student.params)
-    return teacher.replace(params=params), student
+    teacher = teacher.replace(params=params)
+    return teacher, student, teacher.replace(tx=SGD)
 
   new = SPLIT.run(fn, args=(teacher, student, sharded(SPLIT, 0)))
-  for before, after in zip((teacher, student), new, strict=True):
+  for before, after in zip((teacher, student, teacher), new, strict=True):
     assert after.params["w1"].sharding == before.params["w1"].sharding
 
 
