@@ -31,20 +31,19 @@ _check_scale = functools.partial(
 
 
 class _Unscaled(NamedTuple):
-  """An unscaled gradient.
+  """What is known of an unscaled gradient.
 
   Attributes:
-    reference: A weak reference to it.
     scale: What it was divided by.
     narrow: The scaled gradient if that is traced and has 16 bits, else None.
   """
 
-  reference: weakref.ref[Any]
   scale: jax.Array
   narrow: jax.Array | None
 
 
-# By the id of the gradient, as arrays and tracers have no hash.
+# By the id of the gradient, as arrays and tracers have no hash. A gradient that
+# is gone has no entry: a new one may have its id.
 _unscaled: dict[int, _Unscaled] = {}
 
 
@@ -306,11 +305,10 @@ class LossScale(base.Base):
           "value_and_grad returns them. Pass them to apply_gradients."
         )
       unscaled = divide(g)
-      key = id(unscaled)
-      reference = weakref.ref(unscaled, lambda _: _unscaled.pop(key, None))
       is_narrow = isinstance(g, jax.core.Tracer) and g.dtype.itemsize == 2
-      narrow = g if is_narrow else None
-      _unscaled[key] = _Unscaled(reference, state.scale, narrow)
+      _unscaled[id(unscaled)] = _Unscaled(state.scale, g if is_narrow else None)
+      end = weakref.finalize(unscaled, _unscaled.pop, id(unscaled), None)
+      end.atexit = False
       return unscaled
 
     return gradients.map_gradients(unscale, grads)
@@ -367,9 +365,7 @@ def _known(g: jax.Array, scale: jax.Array) -> _Unscaled | None:
   None if it was not, or was changed since, for example by clipping.
   """
   known = _unscaled.get(id(g))
-  if known and known.reference() is g and known.scale is scale:
-    return known
-  return None
+  return known if known and known.scale is scale else None
 
 
 def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
