@@ -20,7 +20,6 @@ from flaxshard.core import trees
 
 PyTree = Any
 Path = trees.Path
-P = jax.sharding.PartitionSpec
 
 
 def init(tx: Any, params: PyTree) -> PyTree:
@@ -144,7 +143,7 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     >>> import jax.numpy as jnp, optax
     >>> params = {"w": jnp.ones((4, 2))}
     >>> state = optax.sgd(0.1, momentum=0.9).init(params)
-    >>> specs(state, params, {"w": P("replica")})[0].trace
+    >>> specs(state, params, {"w": jax.P("replica")})[0].trace
     {'w': P('replica',)}
   """
   optimized = gradients.optimized_params(params)
@@ -153,16 +152,16 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     for tree in (optimized, gradients.optimized_params(param_specs))
   )
 
-  def spec_of_leaf(parameter: Path | None, leaf: Any) -> P:
+  def spec_of_leaf(parameter: Path | None, leaf: Any) -> jax.P:
     if parameter is None:
-      return P()
+      return jax.P()
     shape, spec = by_path[parameter].shape, specs_by_path[parameter]
     # L-BFGS keeps several slots of a parameter in one array, so a slot may have
     # more dimensions in front.
     extra = len(leaf.shape) - len(shape)
     if tuple(spec) and extra >= 0 and leaf.shape[extra:] == shape:
-      return P(*(None,) * extra, *spec)
-    return P()
+      return jax.P(*(None,) * extra, *spec)
+    return jax.P()
 
   return map_leaves(spec_of_leaf, optimized, opt_state)
 

@@ -16,7 +16,6 @@ from flaxshard.data import sharding
 from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 
 # Stand for the sizes of dimensions that are padded, in the shape of a leaf.
 _BATCH = "batch"
@@ -173,7 +172,7 @@ class Padder:
     if self.mask is not None:
       # Its rows are split as those of the leaf with the most parts.
       most = max(leaves, key=lambda path: parts[path][0])
-      specs.setdefault(self.mask, P(*specs[most][:1]))
+      specs.setdefault(self.mask, jax.P(*specs[most][:1]))
     self._shardings = {
       path: jax.sharding.NamedSharding(self.mesh, spec)
       for path, spec in specs.items()
@@ -192,7 +191,7 @@ class Padder:
     self._leaves = leaves
 
   def _parts(
-    self, where: str, spec: P, shape: tuple[int | str, ...]
+    self, where: str, spec: jax.P, shape: tuple[int | str, ...]
   ) -> tuple[int, ...]:
     """Returns into how many parts a spec splits each dimension of a leaf."""
     # What is padded later will be divisible. Without a mask there is no

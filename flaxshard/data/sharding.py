@@ -19,11 +19,10 @@ from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 # An abstract batch has only shapes and dtypes.
 Array = np.ndarray | jax.Array | jax.ShapeDtypeStruct
 
-OVER_REPLICAS = P(mesh_lib.REPLICA)
+OVER_REPLICAS = jax.P(mesh_lib.REPLICA)
 
 
 class Pipelines(NamedTuple):

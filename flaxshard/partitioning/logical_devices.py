@@ -24,7 +24,6 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.specs import Mesh
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 
 
 # -- All devices of a replica.
@@ -40,11 +39,11 @@ def split(mesh: Any, x: Any, partition_dimensions: Sequence[int]) -> jax.Array:
 def replicate(mesh: Any, x: Any) -> jax.Array:
   """Replicates a tensor; see `Strategy.replicate_to_logical_devices`."""
   x = _as_array("tensor", x)
-  spec = P(*[None] * x.ndim)
+  spec = jax.P(*[None] * x.ndim)
   return _place("replicate_to_logical_devices", mesh, x, spec)
 
 
-def _place(method: str, mesh: Any, x: Any, spec: P) -> jax.Array:
+def _place(method: str, mesh: Any, x: Any, spec: jax.P) -> jax.Array:
   """Splits a tensor over all logical devices, or over none.
 
   An existing split over the replicas stays, in dimensions that `spec` leaves.
@@ -61,17 +60,19 @@ def _place(method: str, mesh: Any, x: Any, spec: P) -> jax.Array:
   if specs_lib.axes_in(spec) or not axes:
     # The spec uses all logical axes, so the unconstrained dimensions can only
     # be split over the replicas.
-    spec = P(*(P.UNCONSTRAINED if entry is None else entry for entry in spec))
+    spec = jax.P(
+      *(jax.P.UNCONSTRAINED if entry is None else entry for entry in spec)
+    )
     return mesh_lib.constrain(x, jax.sharding.NamedSharding(mesh, spec))
   # A constraint would need a spec for the replicas too. A shard_map over the
   # logical axes alone leaves the split over the replicas as it is.
   return jax.shard_map(
-    lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes
+    lambda x: x, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), axis_names=axes
   )(x)
 
 
 def _keep_replica_split(
-  mesh: Any, spec: P, x: Any
+  mesh: Any, spec: jax.P, x: Any
 ) -> jax.sharding.NamedSharding:
   """Returns a sharding for `spec` that keeps an existing split over replicas.
 
@@ -132,7 +133,7 @@ def _run_in_branch(
   if not axes:
     return fn(*args)
   if jax.sharding.AxisType.Explicit in mesh.axis_types:
-    replicated = jax.sharding.NamedSharding(mesh, P())
+    replicated = jax.sharding.NamedSharding(mesh, jax.P())
     args = jax.tree.map(lambda x: mesh_lib.constrain(x, replicated), args)
 
   def call_fn(*args: PyTree) -> PyTree:
@@ -166,8 +167,8 @@ def _run_in_branch(
   sharded = jax.shard_map(
     choose_branch,
     mesh=mesh,
-    in_specs=P(),
-    out_specs=P(axes),
+    in_specs=jax.P(),
+    out_specs=jax.P(axes),
     axis_names=set(axes),
     # A loop in `fn` may start from constants, which do not vary over devices.
     check_vma=False,
@@ -181,7 +182,7 @@ def _move(device: jax.sharding.Mesh, tree: PyTree) -> PyTree:
   """Moves arrays to a logical device, which has one device of each replica."""
 
   def move_array(x: Any) -> jax.Array:
-    spec = P(*[None] * x.ndim)
+    spec = jax.P(*[None] * x.ndim)
     return jax.device_put(x, _keep_replica_split(device, spec, x))
 
   return jax.tree.map(move_array, tree)
@@ -251,7 +252,7 @@ def _as_array(name: str, x: Any) -> Any:
 
 def partition_spec(
   mesh: Mesh, shape: tuple[int, ...], partition_dimensions: Any
-) -> P:
+) -> jax.P:
   """Returns the spec that splits a tensor over all logical devices.
 
   Args:
@@ -298,7 +299,7 @@ def partition_spec(
     entries: list[tuple[str, ...]] = [()] * len(shape)
     for axis, dim in zip(axes, dims, strict=True):
       entries[dim] += (axis,)
-    spec = P(*entries)
+    spec = jax.P(*entries)
     if list(specs_lib.parts(spec, len(shape), sizes)) == pieces:
       specs_lib.check(name, spec, shape, mesh)
       return spec

@@ -47,7 +47,6 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.specs import Mesh
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 
 _ALLOWED = (
   "allowed: a sequence of pairs (regex, PartitionSpec), pairs (logical name, "
@@ -126,13 +125,13 @@ def resolve(
     ...   "mlp_in": {"kernel": jax.ShapeDtypeStruct((128, 512), "float32")},
     ...   "norm": {"scale": jax.ShapeDtypeStruct((128,), "float32")},
     ... }
-    >>> resolve((("mlp_in/kernel", P(None, "model")), "fsdp"), mesh, params)
+    >>> resolve((("mlp_in/kernel", jax.P(None, "model")), "fsdp"), mesh, params)
     {'mlp_in': {'kernel': P('replica', 'model')}, 'norm': {'scale': P()}}
   """
   parsed = _parse(rules, "rules", mesh)
   regexes = [pattern for _, pattern, _ in parsed.regexes]
   paths: list[str] = []
-  found: list[P] = []
+  found: list[jax.P] = []
   has_logical_names = False
   for key_path, leaf in jax.tree_util.tree_leaves_with_path(
     params, is_leaf=nn.meta.is_axis_metadata
@@ -161,7 +160,7 @@ def resolve(
       f"of {argument} has logical names; {_ALLOWED}."
     )
   if parsed.fsdp:
-    axes = specs_lib.shortest(P(parsed.fsdp.axis), mesh)
+    axes = specs_lib.shortest(jax.P(parsed.fsdp.axis), mesh)
     # On a single device there is nothing to split: no mistake in the rules.
     used = specs_lib.axes_in(axes)
     if used and not any(used & specs_lib.axes_in(spec) for spec in found):
@@ -203,7 +202,7 @@ def from_config(value: Any, *, argument: str = "rules") -> Rules:
       return registry.call(name, entry, {"fsdp": FSDP})
     match entry:
       case (pattern, tuple() as spec):
-        return pattern, P(*spec)
+        return pattern, jax.P(*spec)
     return entry
 
   if isinstance(value, (tuple, list)):
@@ -225,7 +224,7 @@ class _Rules(NamedTuple):
     fsdp: The last entry, if it is one.
   """
 
-  regexes: list[tuple[str, str, P]]
+  regexes: list[tuple[str, str, jax.P]]
   logical: list[tuple[str, Any]]
   fsdp: FSDP | None
 
@@ -235,11 +234,11 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
   if rules is None or isinstance(rules, (str, FSDP)):
     rules = () if rules is None else (rules,)
   # A PartitionSpec is a sequence too.
-  if isinstance(rules, P) or not isinstance(rules, Sequence):
+  if isinstance(rules, jax.P) or not isinstance(rules, Sequence):
     raise checks.ArgumentTypeError(
       f"{argument}={rules!r} are no rules; {_ALLOWED}."
     )
-  regexes: list[tuple[str, str, P]] = []
+  regexes: list[tuple[str, str, jax.P]] = []
   logical: list[tuple[str, Any]] = []
   fsdp = None
   for i, rule in enumerate(rules):
@@ -249,7 +248,7 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
       case FSDP() | "fsdp" if i == len(rules) - 1:
         fsdp = rule if isinstance(rule, FSDP) else FSDP()
         axes = fsdp.axis
-      case (str(pattern), P() as spec):
+      case (str(pattern), jax.P() as spec):
         patterns.check(name, [pattern])
         regexes.append((where, pattern, spec))
       case (str(pattern), axes) if all(
@@ -261,14 +260,14 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
       case _:
         raise checks.ArgumentTypeError(f"{where} is no rule; {_ALLOWED}.")
     if mesh is not None:
-      axes = P(specs_lib.axes_of(axes))
+      axes = jax.P(specs_lib.axes_of(axes))
       specs_lib.check(where, axes, None, mesh, PatternError)
   return _Rules(regexes, logical, fsdp)
 
 
 def _split_further(
-  fsdp: FSDP, mesh: Mesh, shape: tuple[int, ...], spec: P
-) -> P:
+  fsdp: FSDP, mesh: Mesh, shape: tuple[int, ...], spec: jax.P
+) -> jax.P:
   """Returns a spec that splits one more dimension of a large array, if any."""
   dims = list(specs_lib.dims_of(spec, len(shape)))
   axes = specs_lib.axes_of(fsdp.axis)
@@ -280,7 +279,7 @@ def _split_further(
     return spec
   # Of equal dimensions `max` returns the first.
   dims[max(free, key=lambda i: shape[i])] = axes
-  return P(*dims)
+  return jax.P(*dims)
 
 
 # -- What an array says of itself: Flax's metadata, or its sharding.
@@ -298,7 +297,7 @@ def unbox(tree: PyTree) -> PyTree:
 
 def _own_spec(
   where: str, leaf: Any, rules: Sequence[Any], mesh: Mesh, strict: bool
-) -> tuple[str, P]:
+) -> tuple[str, jax.P]:
   """Returns the spec that a leaf's metadata or sharding gives.
 
   Args:
@@ -340,12 +339,12 @@ def _own_spec(
       raise ValueError(f"{where} has the {source}: {e}") from e
     return source, spec
   if nn.meta.is_axis_metadata(leaf):
-    return f"metadata {leaf.names!r}", P(*leaf.names)
+    return f"metadata {leaf.names!r}", jax.P(*leaf.names)
   # A traced array has no sharding on devices.
   is_traced = isinstance(leaf, jax.core.Tracer)
   sharding = None if is_traced else getattr(leaf, "sharding", None)
   if sharding is None or sharding.is_fully_replicated:
-    return "no rule", P()
+    return "no rule", jax.P()
   if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh:
     return "its sharding", sharding.spec
   raise ValueError(

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-P = jax.sharding.PartitionSpec
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # The name of the mesh axis of the replicas.
 REPLICA = "replica"
@@ -32,23 +31,23 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
   return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
-def axes_in(spec: P) -> set[str]:
+def axes_in(spec: jax.P) -> set[str]:
   """Returns all mesh axes in a PartitionSpec."""
   return {axis for entry in spec for axis in axes_of(entry)}
 
 
-def dims_of(spec: P, ndim: int) -> tuple[tuple[str, ...], ...]:
+def dims_of(spec: jax.P, ndim: int) -> tuple[tuple[str, ...], ...]:
   """Returns the axes that split each dimension of an array of `ndim`.
 
   Example:
-    >>> dims_of(P(None, "model"), 3)
+    >>> dims_of(jax.P(None, "model"), 3)
     ((), ('model',), ())
   """
   # A spec may be shorter than the shape: the other dimensions are not split.
   return (*map(axes_of, spec), *((),) * (ndim - len(spec)))
 
 
-def parts(spec: P, ndim: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def parts(spec: jax.P, ndim: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
   """Returns into how many parts each dimension of an array is split.
 
   Args:
@@ -61,7 +60,7 @@ def parts(spec: P, ndim: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
   )
 
 
-def only(spec: P, axes: Container[str]) -> P:
+def only(spec: jax.P, axes: Container[str]) -> jax.P:
   """Returns what a PartitionSpec says of some axes, without Nones at its end.
 
   Args:
@@ -69,21 +68,21 @@ def only(spec: P, axes: Container[str]) -> P:
     axes: The mesh axes.
 
   Example:
-    >>> only(P(("replica", "model"), "expert"), ["replica"])
+    >>> only(jax.P(("replica", "model"), "expert"), ["replica"])
     P('replica',)
   """
   dims = [tuple(a for a in axes_of(entry) if a in axes) for entry in spec]
   while dims and not dims[-1]:
     dims.pop()
-  return P(*dims)
+  return jax.P(*dims)
 
 
-def merge(spec: P, other: P) -> P:
+def merge(spec: jax.P, other: jax.P) -> jax.P:
   """Returns a PartitionSpec with entries of another one where it has none."""
-  return P(*(a or b for a, b in itertools.zip_longest(spec, other)))
+  return jax.P(*(a or b for a, b in itertools.zip_longest(spec, other)))
 
 
-def shortest(spec: P, mesh: Mesh) -> P:
+def shortest(spec: jax.P, mesh: Mesh) -> jax.P:
   """Returns a PartitionSpec without axes of size 1 and Nones at its end.
 
   JAX treats `P("a")`, `P("a", None)` and, if the axis has one device, `P()` as
@@ -116,9 +115,9 @@ def check(
 
   Example:
     >>> mesh = jax.sharding.AbstractMesh((4, 2), ("replica", "model"))
-    >>> check("kernel", P(None, "model"), (3, 8), mesh)
+    >>> check("kernel", jax.P(None, "model"), (3, 8), mesh)
   """
-  if not isinstance(spec, P):
+  if not isinstance(spec, jax.P):
     raise TypeError(f"{what}: must be a PartitionSpec, got {spec!r}.")
   try:
     sharding = jax.sharding.NamedSharding(mesh, spec)

@@ -24,8 +24,6 @@ from flaxshard.replicas.values import PerReplica
 
 PyTree = Any
 
-P = jax.sharding.PartitionSpec
-
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
@@ -117,7 +115,7 @@ def from_function(
       )
     for path, x in jax.tree_util.tree_leaves_with_path(value):
       trees.check_integers(f"value_fn: value[{trees.path_string(path)}]", x)
-  sharding = jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA))
+  sharding = jax.sharding.NamedSharding(mesh, jax.P(mesh_lib.REPLICA))
 
   def stack_rows(*rows: Any) -> PerReplica:
     local_rows = jnp.stack([trees.drop_weak_type(x) for x in rows])
@@ -179,7 +177,7 @@ def _compute(mesh: Any, fn: Any, axis: Any, x: jax.Array) -> jax.Array:
 
 def _whole(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
   """Returns the sharding with which every process can read the whole array."""
-  return jax.sharding.NamedSharding(mesh, P())
+  return jax.sharding.NamedSharding(mesh, jax.P())
 
 
 def _on_mesh(
@@ -206,5 +204,5 @@ def _local_row(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
     for shard in x.addressable_shards
     if shard.device in replica.devices
   ]
-  rest = jax.sharding.NamedSharding(replica, P(*x.sharding.spec[1:]))
+  rest = jax.sharding.NamedSharding(replica, jax.P(*x.sharding.spec[1:]))
   return jax.make_array_from_single_device_arrays(x.shape[1:], rest, parts)

@@ -21,7 +21,6 @@ from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 # The name that marks rows in a jaxpr that are gathered to be summed.
 SUMMED = "flaxshard.summed_rows"
 # JAX name scope of the collectives: compiled programs name it.
@@ -109,7 +108,7 @@ def gather_over_mesh(grads: PyTree) -> PyTree:
 
 def _gather_dimension(x: jax.Array, mesh: Any) -> jax.Array:
   """Returns an array whose first dimension is not split over a mesh."""
-  spec = P(None, *[P.UNCONSTRAINED] * (x.ndim - 1))
+  spec = jax.P(None, *[jax.P.UNCONSTRAINED] * (x.ndim - 1))
   sharding = jax.sharding.NamedSharding(mesh, spec)
   with jax.named_scope(_SCOPE):
     # XLA may name the collective after the operation before it.

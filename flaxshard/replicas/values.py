@@ -19,8 +19,6 @@ from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 
-P = jax.sharding.PartitionSpec
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +68,7 @@ class PerReplica:
       if isinstance(sharding, jax.sharding.NamedSharding) and (
         jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
       ):
-        whole = jax.sharding.NamedSharding(sharding.mesh, P())
+        whole = jax.sharding.NamedSharding(sharding.mesh, jax.P())
         return jax.device_put(x, whole)[index]
       return x[index]
 
@@ -182,5 +180,5 @@ def has_replica_axis(spec: Any) -> bool:
   `"replica"`.
   """
   # Anything else than a PartitionSpec is refused when the state is placed.
-  entries = (*spec, None) if isinstance(spec, P) else (None,)
+  entries = (*spec, None) if isinstance(spec, jax.P) else (None,)
   return mesh_lib.REPLICA in specs_lib.axes_of(entries[0])

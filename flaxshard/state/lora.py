@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 PyTree = Any
 NamedSharding = jax.sharding.NamedSharding
-P = jax.sharding.PartitionSpec
 
 # The collection of the parameters that are not trained.
 FROZEN = "frozen"
@@ -255,7 +254,7 @@ def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
   on_mesh = init.arg_specs is not None
 
   def describe(_: _Path, x: Any, first: int, last: int) -> list[Any]:
-    spec = x.sharding.spec if on_mesh else P()
+    spec = x.sharding.spec if on_mesh else jax.P()
     dims = list(zip(x.shape, specs_lib.dims_of(spec, x.ndim), strict=True))
     factors = []
     for dims_of_factor in _of_factors(dims, (lora.rank, ()), first, last):
@@ -263,7 +262,7 @@ def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
       sharding = None
       if on_mesh:
         mesh = x.sharding.mesh
-        sharding = NamedSharding(mesh, specs_lib.shortest(P(*axes), mesh))
+        sharding = NamedSharding(mesh, specs_lib.shortest(jax.P(*axes), mesh))
       factors.append(jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding))
     return factors
 
@@ -289,7 +288,7 @@ def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
     args=(*init.args, key),
     variables=divide(init.variables, describe),
     apply_fn=Apply(init.apply_fn, lora.alpha / lora.rank),
-    arg_specs=(*init.arg_specs, P()) if on_mesh else None,
+    arg_specs=(*init.arg_specs, jax.P()) if on_mesh else None,
   )
 
 

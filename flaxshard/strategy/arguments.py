@@ -28,7 +28,6 @@ from flaxshard.wrappers import stack
 PyTree = Any
 Mesh = jax.sharding.Mesh
 NamedSharding = jax.sharding.NamedSharding
-P = jax.sharding.PartitionSpec
 
 OWN, SHARED, SPLIT = "own", "shared", "split"
 
@@ -54,7 +53,7 @@ class Leaf(NamedTuple):
     return f"argument {trees.path_string(self.path[1:])}"
 
   @property
-  def replica_spec(self) -> P:
+  def replica_spec(self) -> jax.P:
     """Which dimensions of an argument are split over the replicas."""
     return specs_lib.only(self.sharding.spec, [mesh_lib.REPLICA])
 
@@ -195,14 +194,16 @@ def _sharding_on(mesh: Mesh, x: Any, leaf: Leaf) -> NamedSharding:
     # make the second step compile again.
     spec = specs_lib.shortest(spec, mesh)
   elif leaf.kind == OWN and not values.has_replica_axis(spec):
-    spec = P(mesh_lib.REPLICA, *spec[1:])
+    spec = jax.P(mesh_lib.REPLICA, *spec[1:])
   # An array that was offloaded to host memory stays there.
   return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def default_sharding(mesh: Mesh, kind: str) -> NamedSharding:
   """Returns the sharding of an array that has none on the mesh."""
-  return NamedSharding(mesh, P(mesh_lib.REPLICA) if kind == OWN else P())
+  return NamedSharding(
+    mesh, jax.P(mesh_lib.REPLICA) if kind == OWN else jax.P()
+  )
 
 
 # -- Between the view of all replicas and that of one.

@@ -22,7 +22,6 @@ from flaxshard.strategy import same_state
 from flaxshard.wrappers import stack
 
 NamedSharding = jax.sharding.NamedSharding
-P = jax.sharding.PartitionSpec
 _WRAPPER_STATES = jax.tree_util.GetAttrKey("wrapper_states")
 # The cause of a difference after which no primitive is to blame.
 _OWN = "a replica's own data"
@@ -59,7 +58,7 @@ def check_arguments(
     spec = leaf.replica_spec
     if leaf.kind == arguments.SHARED:
       w = leaf.wrappers or ()
-      if spec != P() and (stack.groups_of(w) or stack.has_local_updates(w)):
+      if spec != jax.P() and (stack.groups_of(w) or stack.has_local_updates(w)):
         raise ValueError(
           f"run: {leaf.argument} is split over 'replica', "
           f"{leaf.sharding.spec}, though its wrappers let replicas step alone: "
@@ -101,7 +100,7 @@ def _is_key(x: Any) -> bool:
 def check_program(
   program: Any,
   leaves: Sequence[arguments.Leaf],
-  in_specs: Sequence[P],
+  in_specs: Sequence[jax.P],
   results: Sequence[arguments.Leaf],
   batches: list[str],
   num_replicas: int,
@@ -130,7 +129,7 @@ def check_program(
     for wrappers in {leaf.wrappers for leaf in (*leaves, *results)}
   }
   inputs = [
-    same[leaf.wrappers] if spec == P() else checker.own
+    same[leaf.wrappers] if spec == jax.P() else checker.own
     for leaf, spec in zip(leaves, in_specs, strict=True)
   ]
   found = list(zip(results, checker.run(program, inputs), strict=True))
@@ -155,7 +154,7 @@ def check_program(
     outputs = [x for leaf, x in found if leaf.wrappers is None]
     # What wrappers keep for each replica (AGN's local parameters) is no data.
     is_split = any(
-      spec != P() and _WRAPPER_STATES not in leaf.path
+      spec != jax.P() and _WRAPPER_STATES not in leaf.path
       for leaf, spec in zip(leaves, in_specs, strict=True)
     )
     # An array that fn captures is gathered, so that each replica has all of it.

@@ -28,7 +28,6 @@ from flaxshard.strategy import rewrites
 
 PyTree = Any
 NamedSharding = jax.sharding.NamedSharding
-P = jax.sharding.PartitionSpec
 Function = Callable[..., PyTree]
 # The structure of a tree of reductions; each of them: None, "sum" or "mean".
 Reductions = tuple[Any, tuple[str | None, ...]]
@@ -71,11 +70,11 @@ def run(
   for x, leaf in zip(arrays, leaves, strict=True):
     spec, sharding = leaf.replica_spec, leaf.sharding
     shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
-    if leaf.kind == arguments.SHARED and spec != P():
+    if leaf.kind == arguments.SHARED and spec != jax.P():
       # jax.shard_map gathers what is stored split over the replicas, but only
       # where the axes are Auto.
       gathered = specs_lib.only(sharding.spec, mesh_lib.logical_axes(mesh))
-      x, spec = mesh_lib.constrain(x, NamedSharding(mesh, gathered)), P()
+      x, spec = mesh_lib.constrain(x, NamedSharding(mesh, gathered)), jax.P()
     in_specs.append(spec)
     parts.append(x)
   nodes = jax.tree.leaves(treedef.unflatten(shapes), is_leaf=arguments.is_state)
@@ -117,7 +116,7 @@ def run(
     body,
     mesh=mesh,
     in_specs=tuple(in_specs),
-    out_specs=(P(), P(mesh_lib.REPLICA)),
+    out_specs=(jax.P(), jax.P(mesh_lib.REPLICA)),
     axis_names={mesh_lib.REPLICA},
     # With check_vma=True, jax.grad would sum the gradients of replicated
     # parameters over the replicas, and groups could not be reduced.

@@ -203,7 +203,7 @@ def _without_mesh(program: Any, rewrite: Rewrite) -> Any:
     # Mutable arrays and tokens are of other types.
     if type(atom.aval) is not jax.core.ShapedArray:
       return atom
-    spec = jax.sharding.PartitionSpec(*[None] * atom.aval.ndim)
+    spec = jax.P(*[None] * atom.aval.ndim)
     sharding = jax.sharding.NamedSharding(_NO_MESH, spec)
     aval = atom.aval.update(sharding=sharding)
     if isinstance(atom, core.Literal):

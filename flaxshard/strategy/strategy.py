@@ -22,8 +22,6 @@ from flaxshard.strategy.program import Options
 
 PyTree = Any
 
-P = jax.sharding.PartitionSpec
-
 
 class Strategy:
   """Replicas and their logical devices, on one `jax.sharding.Mesh`.
@@ -440,7 +438,7 @@ class Strategy:
     Raises:
       ValueError: The spec does not divide a leaf; the message names it.
     """
-    spec = P(mesh_lib.REPLICA) if spec is None else spec
+    spec = jax.P(mesh_lib.REPLICA) if spec is None else spec
     return distribute.shard_batch(self.mesh, batch, spec)
 
   def describe(self, state: PyTree) -> describe.Description:

@@ -50,7 +50,6 @@ from flaxshard.wrappers.loss_scale import LossScale
 
 _ALONE = Rank()
 
-P = jax.sharding.PartitionSpec
 
 # Positions in `Setup.arguments`.
 STATE, PROGRESS, BATCH, RNG = range(4)
@@ -97,7 +96,7 @@ class Setup:
     self.strategy = strategy
     self.rank = rank
     # Arrays that all devices have, and those that have a row for each replica.
-    self._whole = jax.sharding.NamedSharding(strategy.mesh, P())
+    self._whole = jax.sharding.NamedSharding(strategy.mesh, jax.P())
     self._by_row = jax.sharding.NamedSharding(
       strategy.mesh, sharding.OVER_REPLICAS
     )
@@ -221,7 +220,7 @@ class Setup:
   def _batch(self) -> dict[str, jax.ShapeDtypeStruct]:
     """The shape and the sharding of each array of a batch, by key."""
     example, mesh = self.shapes.example, self.strategy.mesh
-    specs = {key: P(mesh_lib.REPLICA) for key in example}
+    specs = {key: jax.P(mesh_lib.REPLICA) for key in example}
     # Each replica splits its own part of the batch dimension.
     size = self.batch_size // self.strategy.num_replicas_in_sync
     for key, pieces in self.config.mesh.split.items():
@@ -236,7 +235,7 @@ class Setup:
           mesh, (size, *example[key].shape), pieces
         )
       batch_axes = (mesh_lib.REPLICA, *specs_lib.axes_of(spec[0]))
-      specs[key] = P(batch_axes, *spec[1:])
+      specs[key] = jax.P(batch_axes, *spec[1:])
     return {
       key: jax.ShapeDtypeStruct(
         (self.batch_size, *x.shape),

@@ -15,7 +15,6 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.wrappers import base
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 
 # JAX name scope of the conditional of an update: compiled programs name it.
 UPDATE_SCOPE = "accumulated_update"
@@ -120,8 +119,8 @@ class Accumulate(base.Base):
 
   def specs(self, state: AccumulateState) -> Any:
     """Returns the specs: the sums are per replica if `per_replica`."""
-    spec = P(mesh_lib.REPLICA) if self.per_replica else P()
-    specs: Any = jax.tree.map(lambda _: P(), state)
+    spec = jax.P(mesh_lib.REPLICA) if self.per_replica else jax.P()
+    specs: Any = jax.tree.map(lambda _: jax.P(), state)
     return specs._replace(grads=jax.tree.map(lambda _: spec, state.grads))
 
   def pending(self, state: AccumulateState) -> jax.Array:

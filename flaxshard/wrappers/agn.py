@@ -23,7 +23,6 @@ from flaxshard.wrappers import base
 from flaxshard.wrappers.agn_sequential import ModelState
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 
 # JAX name scope of the conditional of a commit: compiled programs name it.
 COMMIT_SCOPE = "agn_commit"
@@ -250,7 +249,7 @@ class AGN(base.Base):
 
     def specs_of(field: str, value: PyTree) -> PyTree:
       is_replicated = field in _REPLICATED or self.commits_to_store
-      spec = P() if is_replicated else P(mesh_lib.REPLICA)
+      spec = jax.P() if is_replicated else jax.P(mesh_lib.REPLICA)
       return jax.tree.map(lambda _: spec, value)
 
     return AGNState(*map(specs_of, state._fields, state))

@@ -33,7 +33,6 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 
 # Primitives that compute what the equations of their programs compute.
 _FOLLOWED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"cond"}
@@ -100,7 +99,7 @@ def commit_sequentially(
     mesh: Any = jax.sharding.get_abstract_mesh()
     commit = jax.shard_map(
       commit,
-      in_specs=(*specs, P()),
+      in_specs=(*specs, jax.P()),
       out_specs=(specs[0], param_specs),
       axis_names=set(mesh_lib.logical_axes(mesh)),
       check_vma=False,
@@ -159,7 +158,7 @@ def _pick(tree: PyTree, grads: PyTree) -> PyTree:
   return jax.tree.map(lambda x, g: None if g is None else x, tree, grads)
 
 
-def _shape_on_device(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+def _shape_on_device(x: Any, spec: jax.P) -> jax.ShapeDtypeStruct:
   """Returns shape and dtype of the part of a leaf on one logical device."""
   sizes = jax.sharding.get_abstract_mesh().shape
   parts = specs_lib.parts(spec, x.ndim, sizes)

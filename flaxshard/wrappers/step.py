@@ -92,7 +92,9 @@ def value_and_grad(
   def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
     token = _inside.set(states)
     try:
-      merged = trees.map_both(lambda _, new: new, params, trained)
+      merged = jax.tree.map(
+        lambda p, new: p if new is None else new, params, trained
+      )
       result = loss_fn(merged, *args)
     finally:
       _inside.reset(token)
