@@ -198,11 +198,13 @@ def _local_row(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   replica = jax.sharding.Mesh(
     mesh.devices[index : index + 1], mesh.axis_names, axis_types=mesh.axis_types
   )
-  parts = [
-    # A shard without a start holds all rows.
-    shard.data[index - (shard.index[0].start or 0)]
-    for shard in x.addressable_shards
-    if shard.device in replica.devices
-  ]
+  # Without the mesh that the caller may have set: a shard is on one device.
+  with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+    parts = [
+      # A shard without a start holds all rows.
+      shard.data[index - (shard.index[0].start or 0)]
+      for shard in x.addressable_shards
+      if shard.device in replica.devices
+    ]
   rest = jax.sharding.NamedSharding(replica, jax.P(*x.sharding.spec[1:]))
   return jax.make_array_from_single_device_arrays(x.shape[1:], rest, parts)
