@@ -35,7 +35,7 @@ class CrossShard(base.Base):
   differ between groups, although their sharding says that they are replicated.
   The training loop evaluates the values of replica 0, and checkpoints save
   them. Nothing may be sharded over `"replica"`. Collections are averaged within
-  groups.
+  groups, and so are the `value` and the `grad` that an optimizer uses.
 
   With `apply_gradients(..., skip_gradients_aggregation=True)` nothing is
   reduced. Outside of `Strategy.run` there is one shard; a warning says so.
