@@ -324,12 +324,13 @@ def _agree(eqn: Any, twin: Any) -> bool:
     # A program that JAX does not show here is not known.
     return any(True for _ in jax_core.jaxprs_in_params(eqn.params))
   inputs = zip(eqn.invars, twin.invars, strict=True)
-  split = {x.aval.shape for x, y in inputs if _is_split(x, y)}
+  split = {_shapes(x, y) for x, y in inputs if _is_split(x, y)}
   if split:
     # A barrier returns its inputs. Other operations repeat dimensions of size
-    # 1, and a part of such an array would belong to other elements.
+    # 1: a part of such an array, or a part of size 1, would belong to others.
     is_kept = name == "optimization_barrier" or (
-      name in jaxprs.ELEMENTWISE and split == {eqn.outvars[0].aval.shape}
+      name in jaxprs.ELEMENTWISE
+      and split == {_shapes(eqn.outvars[0], twin.outvars[0])}
     )
     return is_kept and params == _semantics(twin.params)
   if any(map(_is_split, eqn.outvars, twin.outvars)):
@@ -337,6 +338,10 @@ def _agree(eqn: Any, twin: Any) -> bool:
     return name == "broadcast_in_dim" and not eqn.invars[0].aval.shape
   # An axis_index depends on the replica.
   return name != "axis_index" and params == _semantics(twin.params)
+
+
+def _shapes(x: Any, y: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+  return x.aval.shape, y.aval.shape
 
 
 def _is_split(x: Any, y: Any) -> bool:

@@ -92,7 +92,7 @@ def test_functions(fn, wanted):
   [
     (((2, 4), (2, 4)), (4, 4), True),
     (((2, 4), (4, 2)), (4, 4), False),
-    (((2, 4), (4, 4)), (4, 4), False),
+    (((1, 4), (4, 4)), (4, 4), False),
     # Repeated along the rows.
     (((2, 4), (1, 4)), (1, 4), True),
     (((2, 4), (1, 1)), (1, 4), False),
