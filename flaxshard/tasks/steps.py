@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 from clu import metrics as clu_metrics
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from flaxshard.core import checks
@@ -198,7 +197,7 @@ class Evaluation:
     """
     apply_fn, params = self.apply_fn, self.state.params
     # Whole in every process, which may hold some of the rows only.
-    replicated = jax.sharding.NamedSharding(self.setup.strategy.mesh, P())
+    replicated = jax.sharding.NamedSharding(self.setup.strategy.mesh, jax.P())
     jitted = _jit_with_mask(function, replicated)
     parts = []
     for batch in self.batches():
