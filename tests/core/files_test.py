@@ -63,18 +63,6 @@ def test_another_program_holds_the_lock(tmp_path):
   assert sorted(os.listdir(path)) == ["1", "2"]
 
 
-def test_two_checkpointers_of_one_program_share_the_lock(tmp_path):
-  with fs.Checkpointer(tmp_path) as one, fs.Checkpointer(tmp_path) as two:
-    assert one.save(1, create(1.0))
-    assert two.save(2, create(2.0))
-    one.wait()
-    two.wait()
-    assert not two.save(1, create(1.0))
-    assert not one.save(2, create(2.0))
-    assert one.all_steps() == two.all_steps() == [1, 2]
-  assert sorted(os.listdir(tmp_path)) == ["1", "2"]
-
-
 def test_file_keeps_the_old_content_after_an_error(tmp_path):
   path = tmp_path / "file"
   files.write_text(path, "old")
