@@ -332,6 +332,8 @@ def open_safetensors(file: Any) -> Leaves:
     ValueError: A file is missing or no safetensors file, the index names a
       tensor that its file lacks, or names differ in dots and slashes alone.
   """
+  with checks.extra(str(file), "safetensors"):
+    importlib.import_module("safetensors")
   try:
     if file.name.endswith(_SAFETENSORS_INDEX):
       names = dict(json.loads(file.read_bytes())["weight_map"])
@@ -339,8 +341,6 @@ def open_safetensors(file: Any) -> Leaves:
       tensors = {k: opened[name][k] for k, name in names.items()}
     else:
       tensors = _open_tensors(file)
-  except ImportError:
-    raise
   except Exception as e:  # the package has an error of its own
     raise ValueError(f"{file} cannot be read: {e!r}.") from e
   found, leaves = dict[Path, Any](), {}
@@ -358,8 +358,7 @@ def open_safetensors(file: Any) -> Leaves:
 
 def _open_tensors(file: Any) -> dict[str, tuple[tuple[int, ...], Any, Any]]:
   """Returns shape, dtype and what reads a part when it is indexed, by name."""
-  with checks.extra(str(file), "safetensors"):
-    safetensors = importlib.import_module("safetensors")
+  safetensors = importlib.import_module("safetensors")
   tensors = {}
   if files_lib.is_bucket(file):
     # The package opens files on disk alone, so the whole file is read.

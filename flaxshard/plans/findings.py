@@ -1,4 +1,4 @@
-"""What a check of a step finds: the findings, and the sentences in them."""
+"""`Finding` and `Findings`: the mistakes that `fs.check` reports."""
 
 from __future__ import annotations
 

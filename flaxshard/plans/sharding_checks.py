@@ -48,7 +48,7 @@ def _replicated_parameters(
   if rules is not None:
     specs = jax.tree.leaves(
       rules_lib.resolve(rules, mesh, step.params),
-      is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec),
+      is_leaf=lambda x: isinstance(x, jax.P),
     )
     sharded = lambda spec: jax.sharding.NamedSharding(mesh, spec)
     found = [

@@ -298,11 +298,11 @@ def reduce_over_replicas(
   Returns:
     A tree of arrays of the same shapes and dtypes.
   """
-  leaves, treedef = jax.tree.flatten(tree, is_leaf=is_indexed_slices)
   if num_replicas() == 1:
     # XLA fails to reduce over an axis of one device if the array is sharded
     # over other axes.
     return tree
+  leaves, treedef = jax.tree.flatten(tree, is_leaf=is_indexed_slices)
   count = len(groups[0]) if groups else num_replicas()
   collective = getattr(jax.lax, f"p{op}")
   sent = {

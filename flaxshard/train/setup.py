@@ -50,7 +50,6 @@ from flaxshard.wrappers.loss_scale import LossScale
 
 _ALONE = Rank()
 
-
 # Positions in `Setup.arguments`.
 STATE, PROGRESS, BATCH, RNG = range(4)
 

@@ -31,7 +31,7 @@ _check_scale = functools.partial(
 
 
 class _Unscaled(NamedTuple):
-  """What is known of an unscaled gradient.
+  """How a gradient was unscaled.
 
   Attributes:
     scale: What it was divided by.
