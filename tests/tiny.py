@@ -11,7 +11,6 @@ import ml_collections
 import pytest
 
 from flaxshard import checkpoint
-from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import endings
@@ -47,7 +46,7 @@ def config(**fields) -> ml_collections.ConfigDict:
 
 def setup(config, task=None) -> setup_lib.Setup:
   """Returns what a run of a config needs, with its train step traced."""
-  checked = config_lib.check(load.record(config, task))
+  checked = config_lib.check(config, task)
   made = setup_lib.Setup(checked, devices.create_strategy(checked), task)
   made.trace()
   return made

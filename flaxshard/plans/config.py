@@ -17,7 +17,6 @@ from flaxshard.partitioning import rules as rules_lib
 from flaxshard.plans import check
 from flaxshard.plans import plan as plan_lib
 from flaxshard.plans import step as step_lib
-from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import setup as setup_lib
@@ -47,7 +46,7 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
     ValueError, TypeError: The config is invalid, or does not fit the devices;
       or there is no such topology.
   """
-  config = config_lib.check(load.record(config, task))
+  config = config_lib.check(config, task)
   strategy = devices.create_strategy(config, topology)
   setup = setup_lib.Setup(config, strategy, task, shapes_only=True)
   step = step_lib.compile_step(setup.trace(), setup.arguments, setup_lib.BATCH)

@@ -21,29 +21,6 @@ BUILTIN = {
 }
 
 
-def record(config: Any, task: Any) -> Any:
-  """Returns a config that names a task object in `config.task`.
-
-  Args:
-    config: A ConfigDict or dict.
-    task: The object, or None: the config is returned as it is.
-
-  Raises:
-    ValueError: `config.task` names another task.
-  """
-  if task is None or not registry.is_dict(config):
-    return config
-  cls = type(task.task if isinstance(task, AdaptedTask) else task)
-  name = f"<{cls.__module__}.{cls.__qualname__}>"
-  given = dict(config).get("task", "classification")
-  plain = registry.with_name(registry.to_plain(given))
-  if plain not in ({"name": "classification"}, {"name": name}):
-    raise ValueError(
-      f"config.task={plain!r} and task={name} are both given: give one of them."
-    )
-  return {**dict(config), "task": name}
-
-
 def create(config: Any) -> AdaptedTask:
   """Creates the task that a config names, without its data if it needs none.
 

@@ -7,9 +7,8 @@ the store what the workers commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import contextlib
-import dataclasses
 import logging
 import signal
 import time
@@ -36,22 +35,35 @@ _log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.2
 
 
-@dataclasses.dataclass(frozen=True)
 class Commits:
   """The commits of a run.
 
-  Attributes:
+  Args:
     setup: The setup of the config.
     root: The folder of all workers, which is that of worker 0.
+    stop_request: The signals of this process: after one, nothing is waited for.
     train_iter: The training batches, which go on with those of the others when
       the worker joins.
-    worker: The worker, which has been entered.
+
+  Attributes:
+    worker: The worker, to be entered.
   """
 
-  setup: setup_lib.Setup
-  root: str
-  train_iter: Any
-  worker: Worker
+  def __init__(
+    self,
+    setup: setup_lib.Setup,
+    root: str,
+    stop_request: endings.StopRequest,
+    train_iter: Any,
+  ):
+    self.setup, self.root, self.train_iter = setup, root, train_iter
+    self.worker = Worker(
+      root,
+      setup.rank.worker_id,
+      setup.rank.num_workers,
+      start_timeout=setup.rank.start_timeout,
+      should_stop=lambda: stop_request.signum is not None,
+    )
 
   def start(self, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Joins the other workers.
@@ -155,32 +167,6 @@ class Commits:
       return step
     self.train_iter.skip(count)
     return step + count
-
-
-@contextlib.contextmanager
-def open_commits(
-  setup: setup_lib.Setup,
-  workdir: str,
-  stop_request: endings.StopRequest,
-  train_iter: Any,
-) -> Iterator[Commits]:
-  """Opens the commits of a run.
-
-  Args:
-    setup: The setup of the config.
-    workdir: The folder of all workers.
-    stop_request: The signals of this process: after one, nothing is waited for.
-    train_iter: The training batches.
-  """
-  rank = setup.rank
-  with Worker(
-    workdir,
-    rank.worker_id,
-    rank.num_workers,
-    start_timeout=rank.start_timeout,
-    should_stop=lambda: stop_request.signum is not None,
-  ) as worker:
-    yield Commits(setup, workdir, train_iter, worker)
 
 
 def synchronize(workdir: str) -> None:

@@ -68,10 +68,15 @@ def create(
     ValueError: A name is unknown, or an argument is.
   """
   offered = {"config": config, "workdir": workdir, "worker_id": worker_id}
-  found = [
-    _create_named(f"config.hooks[{i}]", named, offered)
-    for i, named in enumerate(config.hooks)
-  ]
+  found: list[tuple[str, Hook]] = []
+  for i, named in enumerate(config.hooks):
+    where, hook, arguments = registry.find(f"config.hooks[{i}]", named, {})
+    if inspect.isclass(hook):
+      given = registry.accepted(hook, offered, arguments)
+      hook = registry.construct(where, hook, arguments, given=given)
+    else:
+      hook = functools.partial(hook, **registry.to_plain(arguments))
+    found.append((named["name"], hook))
   for i, hook in enumerate(hooks):
     # To call a class would make an object at each step, and do nothing else.
     if not callable(hook) or inspect.isclass(hook):
@@ -96,15 +101,3 @@ def create(
         ) from e
 
   return call
-
-
-def _create_named(
-  field: str, config: Any, offered: Mapping[str, Any]
-) -> tuple[str, Hook]:
-  where, found, arguments = registry.find(field, config, {})
-  if inspect.isclass(found):
-    given = registry.accepted(found, offered, arguments)
-    hook = registry.construct(where, found, arguments, given=given)
-  else:
-    hook = functools.partial(found, **registry.to_plain(arguments))
-  return config["name"], hook

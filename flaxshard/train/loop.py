@@ -18,7 +18,6 @@ from flaxshard.core import multihost
 from flaxshard.processes import failures
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.tasks import load as tasks_load
 from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
@@ -96,7 +95,7 @@ def train_and_evaluate(
     console.show_warnings_once(),
     failures.share(),
   ):
-    config = config_lib.check(tasks_load.record(config, task))
+    config = config_lib.check(config, task)
     workdir = files.absolute(workdir)
     rank = devices.find_rank(config, worker_id, num_workers, start_timeout)
     if multihost.is_process_known():
@@ -159,9 +158,8 @@ def _run(
       from flaxshard.train import commits as commits_lib
 
       # Left first: others need not wait for this worker's last checkpoint.
-      commits = stack.enter_context(
-        commits_lib.open_commits(setup, root, stop_request, batches)
-      )
+      commits = commits_lib.Commits(setup, root, stop_request, batches)
+      stack.enter_context(commits.worker)
     state, first_step = same_run.restore_or_create(
       setup, workdir, checkpointer, batches
     )
@@ -181,9 +179,9 @@ def _run(
     report.log_state(state, is_new=first_step == 0)
     # Now, so that the timer does not count it. JAX caches the executable: the
     # first call of the step finds it.
-    start_time = time.monotonic()
+    compile_time = time.monotonic()
     lowered.compile()
-    seconds = time.monotonic() - start_time
+    seconds = time.monotonic() - compile_time
     _log.info("compiled the train step in %.1f s", seconds)
     step = first_step
     if commits is not None:
@@ -203,7 +201,7 @@ def _run(
     watch = endings.Watch(config)
     rng = setup.train_rng()
     progress = setup.init_progress(step)
-    timer = report.Timer(step)
+    start_step, start_time = step, time.perf_counter()
     save_time = time.monotonic()
     is_last = False
     while not is_last:
@@ -235,47 +233,53 @@ def _run(
       evaluate = ends or step % config.eval_every_steps == 0
       save = is_last or step % config.checkpoint_every_steps == 0
       if log and not save and config.checkpoint_every_minutes:
-        save = _is_overdue(save_time + 60 * config.checkpoint_every_minutes)
+        minutes = (time.monotonic() - save_time) / 60
+        is_due = minutes >= config.checkpoint_every_minutes
+        # Clocks differ, and all processes must save: that of process 0 counts.
+        save = multihost.exchange(str(is_due))[0] == "True"
       if not (log or evaluate or save):
         continue
 
       jax.block_until_ready(progress)
-      steps_per_second = timer.lap(step) if log else None
-      with timer.paused():
-        seen = setup.read_progress(progress)
-        watch.check_steps(step, state, seen)
-        evaluation: dict[str, float] = {}
-        if evaluate:
-          evaluation = steps.evaluate(setup, state, step)
-          stopping.update(step, evaluation)
-          if stopping.stopped_step is not None:
-            ends = is_last = log = save = True
-          watch.warn_of_pending(step, state, ends)
-        row: dict[str, float | int | None] = {}
-        if log:
-          row |= _train_row(setup, state, seen)
-          if commits is not None:
-            row |= commits.worker.metrics()
-          row["steps_per_second"] = steps_per_second
-          progress = setup.init_progress(step)
-        row |= evaluation
-        if row:
-          # A run that resumes from this step has its row.
-          write_row(step, row, flush=save)
-        watch.check_evaluation(step, evaluation)
-        if save and (is_last or not watch.is_stalled):
-          if commits is not None and not commits.worker.is_closed:
-            # With the newest center: a commit under way is in no state.
-            state = commits.worker.settle(state)
-          watch.check_params(step, state)
-          with stop_request.saving():
-            # The evaluation also without `config.best_metric`: the last
-            # checkpoint with a finite one is not deleted for one without.
-            checkpointer.save(step, state, data=batches, metrics=evaluation)
-          save_time = time.monotonic()
-        if row:
-          # After the save: what a hook raises does not lose this step.
-          call_hooks(step, state, row)
+      pause_time = time.perf_counter()
+      seen = setup.read_progress(progress)
+      watch.check_steps(step, state, seen)
+      evaluation: dict[str, float] = {}
+      if evaluate:
+        evaluation = steps.evaluate(setup, state, step)
+        stopping.update(step, evaluation)
+        if stopping.stopped_step is not None:
+          ends = is_last = log = save = True
+        watch.warn_of_pending(step, state, ends)
+      row: dict[str, float | int | None] = {}
+      if log:
+        row |= _train_row(setup, state, seen)
+        if commits is not None:
+          row |= commits.worker.metrics()
+        seconds = pause_time - start_time
+        row["steps_per_second"] = (step - start_step) / seconds
+        start_step, start_time = step, pause_time
+        progress = setup.init_progress(step)
+      row |= evaluation
+      if row:
+        # A run that resumes from this step has its row.
+        write_row(step, row, flush=save)
+      watch.check_evaluation(step, evaluation)
+      if save and (is_last or not watch.is_stalled):
+        if commits is not None and not commits.worker.is_closed:
+          # With the newest center: a commit under way is in no state.
+          state = commits.worker.settle(state)
+        watch.check_params(step, state)
+        with stop_request.saving():
+          # The evaluation also without `config.best_metric`: the last
+          # checkpoint with a finite one is not deleted for one without.
+          checkpointer.save(step, state, data=batches, metrics=evaluation)
+        save_time = time.monotonic()
+      if row:
+        # After the save: what a hook raises does not lose this step.
+        call_hooks(step, state, row)
+      # The speed is that of the steps alone.
+      start_time += time.perf_counter() - pause_time
 
     with stop_request.saving():
       checkpointer.wait()
@@ -296,12 +300,6 @@ def _run(
     workdir,
   )
   return state, signum
-
-
-def _is_overdue(deadline: float) -> bool:
-  """Returns whether the clock of process 0 has passed a time."""
-  # Clocks differ, and all processes must save.
-  return multihost.exchange(str(time.monotonic() >= deadline))[0] == "True"
 
 
 def _train_row(

@@ -1,10 +1,9 @@
-"""Reports a run: rows of metrics and where they go; its speed and a profile."""
+"""Reports a run: rows of metrics and where they go, and a profile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import importlib.util
 import io
 import json
 import logging
@@ -19,6 +18,7 @@ from etils import epath
 import jax
 import optax
 
+from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import parameter_groups
 from flaxshard.state import describe
@@ -50,13 +50,12 @@ def require_packages(writer: str) -> None:
   Args:
     writer: `config.writer`.
   """
-  optional = ("tensorboardX",) if writer == "tensorboard" else ()
-  for package in ("matplotlib", "tqdm", *optional):
-    if importlib.util.find_spec(package) is None:
-      raise ImportError(
-        f"training from a config needs {package}, not installed: "
-        "pip install 'flaxshard[train]'"
-      )
+  with checks.extra("training from a config", "train"):
+    import matplotlib  # noqa: F401
+    import tqdm  # noqa: F401
+
+    if writer == "tensorboard":
+      import tensorboardX  # noqa: F401
 
 
 def log_state(state: TrainState, *, is_new: bool) -> None:
@@ -378,50 +377,6 @@ def log_result(workdir: str, level: int = logging.INFO) -> None:
     "in %s: checkpoints/, metrics.jsonl, training.png, config.json",
     workdir,
   )
-
-
-class Timer:
-  """Measures steps per second, without the time spent in `paused` blocks.
-
-  Create it right before the first step.
-
-  Args:
-    step: The last step before the measurement, 0 for a new run.
-
-  Example:
-    >>> timer = Timer(step=100)
-    >>> with timer.paused():
-    ...   pass  # evaluate
-    >>> steps_per_second = timer.lap(102)
-  """
-
-  def __init__(self, step: int):
-    self._step = step
-    self._start = time.monotonic()
-
-  @contextlib.contextmanager
-  def paused(self) -> Iterator[None]:
-    """Does not count the time within the `with` block.
-
-    Wait for the device before the block: steps still running count as pause.
-    """
-    start = time.monotonic()
-    try:
-      yield
-    finally:
-      self._start += time.monotonic() - start
-
-  def lap(self, step: int) -> float | None:
-    """Returns the steps per second since the last lap, None without any step.
-
-    Args:
-      step: The step that the device has just finished.
-    """
-    now = time.monotonic()
-    steps, seconds = step - self._step, now - self._start
-    self._step, self._start = step, now
-    # A clock of low resolution may not have advanced.
-    return steps / seconds if steps and seconds > 0 else None
 
 
 @contextlib.contextmanager

@@ -279,8 +279,7 @@ def check_config(config: Any) -> None:
   Raises:
     ValueError: Two processes disagree.
   """
-  if multihost.process_count() > 1:
-    multihost.check_agreement(_code_facts(config), _SAME_COMMAND)
+  multihost.check_agreement(_code_facts(config), _SAME_COMMAND)
 
 
 def check_setup(setup: setup_lib.Setup, lowered: jax.stages.Lowered) -> None:

@@ -1,7 +1,7 @@
 """Mistakes: fields of a config, arguments, names of configs, and calls."""
 
-import importlib.util
 import os
+import sys
 
 import flax.linen as nn
 import numpy as np
@@ -252,7 +252,7 @@ def test_mistakes_raise_before_anything_is_written(tmp_path, monkeypatch):
     train.train_and_evaluate(
       tiny.config(model={"name": "cnn", "depth": 3}), str(workdir)
     )
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setitem(sys.modules, "matplotlib", None)
   with pytest.raises(ImportError, match=r"matplotlib.*flaxshard\[train\]"):
     train.train_and_evaluate(config, str(workdir))
   assert not workdir.exists() or not os.listdir(workdir)

@@ -51,11 +51,16 @@ def resolve_mode(metric: str, mode: str) -> str:
   return _BEST_MODES.get(metric, "max") if mode == "auto" else mode
 
 
-def defaults() -> ml_collections.ConfigDict:
+def defaults(config: Any = None) -> ml_collections.ConfigDict:
   """Returns a config with every field, to start your own from.
 
   Required fields are None, or `{}` where a dict is to be set. `check` raises if
   they stay so.
+
+  Args:
+    config: A `ConfigDict` or a dict, with the fields that are not to have their
+      defaults. A `ConfigDict` is changed in place, to keep its references to
+      fields.
 
   Returns:
     An unlocked config. Its fields take values of any type: `check` checks them.
@@ -66,18 +71,6 @@ def defaults() -> ml_collections.ConfigDict:
     >>> config.mesh.replica = 2
     >>> config.optimizer.name, config.batch_size
     ('adamw', None)
-  """
-  return add_defaults({})
-
-
-def add_defaults(
-  config: Mapping[str, Any] | ml_collections.ConfigDict,
-) -> ml_collections.ConfigDict:
-  """Returns a config, unlocked, with the defaults of the fields that it lacks.
-
-  Args:
-    config: A `ConfigDict` or a dict, with some or all of the fields. A
-      `ConfigDict` is changed in place, to keep its references to fields.
   """
   if not isinstance(config, ml_collections.ConfigDict):
     config = ml_collections.ConfigDict(config, type_safe=False)
@@ -97,7 +90,7 @@ def add_defaults(
   return config
 
 
-def check(config: Any) -> ml_collections.ConfigDict:
+def check(config: Any, task: Any = None) -> ml_collections.ConfigDict:
   """Checks a config and fills in the defaults.
 
   What a name such as `"my_package.my_module:my_model"` stands for is not
@@ -105,9 +98,10 @@ def check(config: Any) -> ml_collections.ConfigDict:
 
   Args:
     config: A `ConfigDict` or a dict, with some or all of the fields.
+    task: A task object, in place of the one that `config.task` names.
 
   Returns:
-    A locked copy with every field.
+    A locked copy with every field; `task` has the class of a task object.
 
   Raises:
     ValueError: A field is missing or unknown (the message lists similar names),
@@ -127,9 +121,20 @@ def check(config: Any) -> ml_collections.ConfigDict:
       "config must be a ConfigDict or a dict of its fields, got "
       f"{checks.describe(config)}. flaxshard.config.read(name) reads one."
     )
+  # A copy: changing the checked config leaves the given one as it is.
+  given = registry.to_plain(config)
+  if task is not None:
+    cls = type(tasks.adapt(task).task)
+    name = {"name": f"<{cls.__module__}.{cls.__qualname__}>"}
+    named = registry.with_name(given.get("task", "classification"))
+    if named not in ({"name": "classification"}, name):
+      raise ValueError(
+        f"config.task={named!r} and task={name['name']} are both given: give "
+        "one of them."
+      )
+    given["task"] = name
   try:
-    # Of a copy: changing the checked config leaves the given one as it is.
-    model = definition.Config.model_validate(registry.to_plain(config))
+    model = definition.Config.model_validate(given)
   except pydantic.ValidationError as e:
     raise _first_error(e) from None
   values = {path: operator.attrgetter(path)(model) for path in FIELDS}

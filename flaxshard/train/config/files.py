@@ -63,7 +63,7 @@ def read(name: str) -> ml_collections.ConfigDict:
       f"config {place}: get_config() returns {config!r}; it must return the "
       "config, a ConfigDict or a dict."
     )
-  return checking.add_defaults(config)
+  return checking.defaults(config)
 
 
 def names() -> dict[str, str]:
