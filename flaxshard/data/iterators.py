@@ -79,7 +79,6 @@ class DistributedIterator:
     self._prefetch_size = prefetch
     self._state = copy_state(source)
     self._prefetch: _Prefetch | None = None
-    self._finalizer: weakref.finalize | None = None
     self.has_ended = False
 
   def __iter__(self) -> DistributedIterator:
@@ -108,8 +107,7 @@ class DistributedIterator:
   def start_prefetch(self) -> None:
     """Starts to read ahead now, instead of with the first batch."""
     if self._prefetch_size and self._prefetch is None and not self.has_ended:
-      self._prefetch = _Prefetch(self._read, self._prefetch_size)
-      self._finalizer = weakref.finalize(self, self._prefetch.stop)
+      self._prefetch = _Prefetch(self, self._read, self._prefetch_size)
 
   def get_state(self) -> Any:
     """Returns the position of the source after the last batch returned.
@@ -182,11 +180,9 @@ class DistributedIterator:
     self.close()
 
   def _stop_prefetch(self, timeout: float | None) -> None:
-    if self._finalizer is not None and self._prefetch is not None:
-      # Runs its `stop` now, and no second time at garbage collection.
-      self._finalizer()
-      self._prefetch.join(timeout)
-    self._prefetch = self._finalizer = None
+    if self._prefetch is not None:
+      self._prefetch.stop(timeout)
+    self._prefetch = None
 
 
 def _read_batch(
@@ -248,15 +244,16 @@ class _Prefetch:
   ever, in `close` and at the end of the process, for a source that is stuck or
   that raises SystemExit.
 
-  The thread holds no reference to the object that created it. So that object
-  can be garbage-collected, and stop the thread in its finalizer.
+  The thread holds no reference to its owner. So that can be garbage-collected,
+  which stops the thread.
 
   Args:
+    owner: The object that reads the items.
     read: Returns the next item. It reports errors as items.
     size: Number of items to read ahead, at least 1.
   """
 
-  def __init__(self, read: Callable[[], _Item], size: int):
+  def __init__(self, owner: Any, read: Callable[[], _Item], size: int):
     self._read = read
     # SimpleQueues are written in C. The first one has an entry for each item
     # that may be read: it is a semaphore.
@@ -270,6 +267,7 @@ class _Prefetch:
     self._thread = threading.Thread(
       target=self._run, name="flaxshard-prefetch", daemon=True
     )
+    self._finalizer = weakref.finalize(owner, self.stop, 0)
     _running.add(self)
     self._thread.start()
 
@@ -279,15 +277,17 @@ class _Prefetch:
     self._places.put(None)
     return item
 
-  def stop(self) -> None:
-    """Asks the thread to end after its current read; does not wait."""
+  def stop(self, timeout: float | None) -> None:
+    """Ends the thread after its current read.
+
+    Args:
+      timeout: Seconds to wait for it; None waits without a limit.
+    """
+    self._finalizer.detach()
     self._stopped = True
     # Wakes the thread if it waits for a place.
     self._places.put(None)
-
-  def join(self, timeout: float | None) -> None:
-    """Waits for the thread to end, some seconds or without a limit."""
-    # A finalizer may run in this very thread, which cannot wait for itself.
+    # At garbage collection this may be the thread: it cannot wait for itself.
     if self._thread is not threading.current_thread():
       self._thread.join(timeout)
 
@@ -316,6 +316,6 @@ def _stop_all(timeout: float = 2.0) -> None:
   prefetches = list(_running)
   # Stop all before waiting for the first: they share the timeout.
   for prefetch in prefetches:
-    prefetch.stop()
+    prefetch.stop(0)
   for prefetch in prefetches:
-    prefetch.join(max(0.0, deadline - time.monotonic()))
+    prefetch.stop(max(0.0, deadline - time.monotonic()))
