@@ -14,6 +14,12 @@ import numpy as np
 
 from flaxshard.core import checks
 
+# The kinds of parameters that may be given by name.
+_BY_NAME = (
+  inspect.Parameter.POSITIONAL_OR_KEYWORD,
+  inspect.Parameter.KEYWORD_ONLY,
+)
+
 
 def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
   """Returns the built-in object, or the attribute of a module, with a name.
@@ -147,10 +153,10 @@ def construct(
     raise checks.ArgumentTypeError(
       f"{where} must name something callable, got {function!r}."
     )
-  signature = _signature(function)
-  parameters = signature.parameters.values()
+  parameters = _parameters(function)
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-  known = [name for name in _keywords(signature) if name not in given]
+  names = [p.name for p in parameters if p.kind in _BY_NAME]
+  known = [name for name in names if name not in given]
   # Before the call, so that misspelled arguments get a hint.
   for key in arguments:
     if key not in known and not takes_any:
@@ -206,9 +212,10 @@ def accepted(
     {'rngs': 0}
   """
   try:
-    known = _keywords(_signature(function))
+    parameters = _parameters(function)
   except (TypeError, ValueError):
     return {}  # `construct` reports what cannot be called
+  known = [p.name for p in parameters if p.kind in _BY_NAME]
   return {
     name: value
     for name, value in offered.items()
@@ -216,23 +223,12 @@ def accepted(
   }
 
 
-def _keywords(signature: inspect.Signature) -> list[str]:
-  """Returns the names of the parameters that may be given by name."""
-  return [
-    p.name
-    for p in signature.parameters.values()
-    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-  ]
-
-
-def _signature(function: Any) -> inspect.Signature:
-  """Returns the signature of a function, or of the constructor of a class."""
+def _parameters(function: Any) -> list[inspect.Parameter]:
+  """Returns the parameters of a function, or of the constructor of a class."""
   if inspect.isclass(function) and type(function).__call__ is not type.__call__:
     # NNX modules have a metaclass whose call takes any arguments.
-    signature = inspect.signature(function.__init__)
-    parameters = list(signature.parameters.values())[1:]  # without self
-    return signature.replace(parameters=parameters)
-  return inspect.signature(function)
+    return list(inspect.signature(function.__init__).parameters.values())[1:]
+  return list(inspect.signature(function).parameters.values())
 
 
 def to_plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ reported within seconds. A plan uses it too, for devices that need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 import contextlib
 import functools
 from typing import Any
@@ -343,11 +343,6 @@ class Setup:
 
   # The data.
 
-  @functools.cached_property
-  def _rows(self) -> Sequence[int]:
-    """The rows of a batch that this process reads."""
-    return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
-
   def open_train_batches(self, newest_state: Callable[[], TrainState]) -> Any:
     """Returns an iterator over the training batches, a context manager.
 
@@ -360,13 +355,14 @@ class Setup:
       return Stream(self.task, seed, self._batch, newest_state, worker_id)
     assert self.splits is not None
     first_row = worker_id * self.batch_size
+    rows = sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
     batches = data.train_iterator(
       self.splits,
       seed=seed,
       collate=self.task.collate,
       # Rows of the batch of all workers.
       batch_size=self.config.batch_size,
-      rows=[first_row + row for row in self._rows],
+      rows=[first_row + row for row in rows],
     )
     # Training batches are never padded: the data repeats.
     put = functools.partial(sharding.put_rows, wanted=self._batch)
@@ -387,7 +383,7 @@ class Setup:
       collate=self.task.collate,
       # Each worker evaluates its center with all examples.
       batch_size=self.batch_size,
-      rows=self._rows,
+      rows=sharding.pipeline_rows(self.strategy.mesh, self.batch_size),
     )
     return DistributedIterator(
       iter(batches),
