@@ -108,11 +108,11 @@ def read(objects: store.Objects, *, has_begun: bool = True) -> Heads:
   )
 
 
-def swap(objects: store.Objects, new: Heads) -> bool:
-  """Writes heads; returns whether the object still had their generation."""
-  heads = [dataclasses.asdict(head) for head in new.heads]
-  content = encoding.pack({"heads": heads, "finished": new.finished})
-  return objects.write(_KEY, content, new.generation) is not None
+def swap(objects: store.Objects, found: Heads, **changes: Any) -> bool:
+  """Changes fields of heads; returns whether they were still those found."""
+  new = dataclasses.asdict(dataclasses.replace(found, **changes))
+  generation = new.pop("generation")
+  return objects.write(_KEY, encoding.pack(new), generation) is not None
 
 
 def replace(
@@ -133,7 +133,7 @@ def replace(
   while not found.finished and found.heads[fragment] == old.heads[fragment]:
     heads = [*found.heads]
     heads[fragment] = new
-    if swap(objects, dataclasses.replace(found, heads=heads)):
+    if swap(objects, found, heads=heads):
       return True
     # Another fragment has a new head, or the answer to a write was lost.
     found = read(objects)

@@ -58,7 +58,7 @@ class Members:
     options: The options: signs of life are a quarter of `grace` apart.
 
   Attributes:
-    start: A unique name of this start of the worker.
+    start: A unique name of this start of the worker, `worker-unique`.
     watch: The thread. Its error may be that another start has replaced this
       one.
     patience: Seconds without a sign of life after which a worker is quiet: it
@@ -69,7 +69,7 @@ class Members:
   def __init__(
     self, objects: store.Objects, name: str, num_workers: int, options: Store
   ):
-    self.start = uuid.uuid4().hex[:8]
+    self.start = f"{name}-{uuid.uuid4().hex[:8]}"
     self.was_away = False
     self._objects = objects
     self._name = name

@@ -1,10 +1,10 @@
 """Merging: commits become a new version of the center by one swap of the head.
 
 Who merges reads the head, the center, its slots and the commits that are not in
-it, computes, writes the results under a unique name, and swaps the head. Who
-loses the race deletes what it wrote. So each commit is in the center exactly
-once, whoever ends between any two lines, and two that merge at the same time
-are harmless.
+it, computes, writes the results under a unique name, and swaps the head. So
+each commit is in the center exactly once, whoever ends between any two lines,
+and two that merge at the same time are harmless: what the later one wrote is
+deleted with the older versions.
 
 The workers merge, or a synchronizer: a process beside the store that does not
 train. With it, a worker on a slow link sends one commit and reads one center.
@@ -103,9 +103,7 @@ class Merger:
     keys = [key for key in keys if key not in taken]
     self._came = {key: self._came.get(key, start) for key in keys}
     if last and not keys:
-      is_new = heads.swap(
-        self.objects, dataclasses.replace(found, finished=True)
-      )
+      is_new = heads.swap(self.objects, found, finished=True)
       self._sweep(found, mine)
     else:
       chosen = {fragment: self._choose(fragment, last) for fragment in mine}
@@ -160,10 +158,7 @@ class Merger:
     new = heads.write(
       self.objects, fragment, head.version + 1, parts, taken, len(good)
     )
-    is_new = heads.replace(self.objects, found, fragment, new)
-    if not is_new:
-      self.objects.delete(new.keys(fragment))
-    return is_new
+    return heads.replace(self.objects, found, fragment, new)
 
   def _sweep(self, found: heads.Heads, fragments: Sequence[int]) -> None:
     """Deletes older versions, also of mergers that ended before their swap."""

@@ -13,7 +13,6 @@ fragment the values of other collections.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-import dataclasses
 import functools
 from typing import Any
 
@@ -197,7 +196,7 @@ class Layout:
       for k, version in enumerate(find(state)[1].versions.tolist())
     ]
     if new != found.heads:
-      heads.swap(objects, dataclasses.replace(found, heads=new))
+      heads.swap(objects, found, heads=new)
 
   def take(self, state: TrainState, fragment: int) -> tuple[TrainState, Commit]:
     """Takes a commit out of the accumulators.

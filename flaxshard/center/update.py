@@ -77,8 +77,7 @@ def merge(
     exact = _apply(layout, exact, committed)
   new = {
     "center": {
-      path: exact[path].astype(x.dtype, copy=False)
-      for path, x in center.items()
+      path: np.asarray(exact[path], x.dtype) for path, x in center.items()
     },
     "slots": {path: exact[path] for path in slots},
   }

@@ -207,11 +207,7 @@ class Worker:
     self._examples = [x + examples for x in self._examples]
     if self.clock < self._next_look:
       return state
-    local_step = int(train_states.find(state)[1].local_step)
-    # Else the step was skipped, or is accumulated.
-    if local_step > self._last_step:
-      self._last_step = local_step
-      state = self._exchange(state)
+    state = self._catch_up(self._exchange(state, self._options.delay))
     ends = [x.key.step + self._options.delay for x in self._exchanges.values()]
     dues = [
       agn_store.last_due(self._agn, fragment, self._last_step)
@@ -233,8 +229,8 @@ class Worker:
       state: The state after the last `commit`. Do not use it again.
     """
     self._check_running("settle")
-    for fragment, exchange in [*self._exchanges.items()]:
-      state = self._receive(state, fragment, wait=not exchange.is_late)
+    for fragment in [*self._exchanges]:
+      state = self._receive(state, fragment)
     if not self.is_finished and not self.worker_id:
       with contextlib.suppress(store.StoreError):  # the store has warned
         found = heads.read(self._objects)
@@ -254,10 +250,10 @@ class Worker:
       StoreError: The store cannot be reached for `deadline` seconds.
     """
     self._check_running("finish")
+    for exchange in self._exchanges.values():
+      exchange.is_late = False
+    state = self._exchange(state, delay=0)
     fragments = range(self._options.fragments)
-    for fragment in fragments:
-      state = self._receive(state, fragment)
-      state = self._receive(self._send(state, fragment), fragment)
     if any(self._is_due(state, fragment) for fragment in fragments):
       _log.warning(
         "worker %d ends, and its last local steps are not in the center: the "
@@ -380,14 +376,25 @@ class Worker:
 
   # -- Commits.
 
-  def _exchange(self, state: Any) -> Any:
-    """Sends the commits that are due, and takes the results that have come."""
+  def _exchange(self, state: Any, delay: int) -> Any:
+    """Sends the commits that are due, and takes the results that have come.
+
+    Args:
+      state: The state of this worker.
+      delay: The local steps after which a result is waited for.
+    """
     self._ask()
+    # Steps that were skipped, or are accumulated, do not count.
+    self._last_step = int(train_states.find(state)[1].local_step)
     for fragment in range(self._options.fragments):
       state = self._send(state, fragment)
     for fragment, exchange in [*self._exchanges.items()]:
-      if exchange.key.step + self._options.delay <= self._last_step:
-        state = self._receive(state, fragment, wait=not exchange.is_late)
+      if exchange.key.step + delay <= self._last_step:
+        state = self._receive(state, fragment)
+    return state
+
+  def _catch_up(self, state: Any) -> Any:
+    """Returns the state at the step of the others, if this worker was away."""
     if self._members.was_away and not self._exchanges:
       # If the store cannot be read, at the next commit.
       with contextlib.suppress(store.StoreError):
@@ -402,47 +409,40 @@ class Worker:
     if not self._is_due(state, fragment):
       return state
     # One at a time: until its result has come, the next one grows.
-    state = self._receive(state, fragment, wait=False)
+    state = self._receive(state, fragment)
     if fragment in self._exchanges or self.is_finished:
       return state
     state, commit = self._layout.take(state, fragment)
     commit["examples"] = self._examples[fragment]
     self._examples[fragment] = 0.0
-    name = f"{self.worker_id}-{self._members.start}"
-    key = heads.Key(fragment, name, commit["step"])
+    key = heads.Key(fragment, self._members.start, commit["step"])
     self._exchanges[fragment] = heads.Exchange(
       self._objects, key, commit, self._merger.watch.wake
     )
     return state
 
-  def _receive(self, state: Any, fragment: int, wait: bool = True) -> Any:
+  def _receive(self, state: Any, fragment: int) -> Any:
     """Returns the state that continues from the result of a commit, if any.
 
-    Args:
-      state: The state of this worker.
-      fragment: The fragment of the commit.
-      wait: Whether to wait until the deadline.
+    It waits for the result until the deadline, but not for a late one.
     """
-    exchange = self._exchanges.get(fragment)
+    exchange, begin = self._exchanges.get(fragment), time.monotonic()
     if exchange is None:
       return state
-    start, seconds = time.monotonic(), self._options.deadline
-    while not exchange.watch.has_ended(_ASK_SECONDS if wait else 0.0):
-      stops = self._ask()
-      if stops:
-        seconds = min(seconds, _LAST_WRITE_SECONDS)
-      if wait and time.monotonic() - start < seconds:
-        continue
-      if wait and not stops:
-        _log.warning(
-          "worker %d goes on alone: its commit of local step %d is not in the "
-          "center after deadline=%g seconds",
-          self.worker_id,
-          exchange.key.step,
-          seconds,
-        )
-      exchange.is_late |= wait
-      return state
+    while not exchange.watch.has_ended(_ASK_SECONDS * (not exchange.is_late)):
+      if exchange.is_late:
+        return state
+      stops, seconds = self._ask(), self._options.deadline
+      if time.monotonic() - begin > (_LAST_WRITE_SECONDS if stops else seconds):
+        exchange.is_late = True
+        if not stops:
+          _log.warning(
+            "worker %d goes on alone: its commit of local step %d is not in "
+            "the center after deadline=%g seconds",
+            self.worker_id,
+            exchange.key.step,
+            seconds,
+          )
     del self._exchanges[fragment]
     if exchange.result is None:
       return self._end(state, is_late=True)
@@ -483,6 +483,11 @@ class Worker:
         found = heads.read(self._objects)
         if found.finished:
           if is_late:
+            _log.warning(
+              "worker %d finds that the run has ended: it takes the final "
+              "center",
+              self.worker_id,
+            )
             step = max(self._last_step, found.step)
             state = self._go_on(state, found, step)
           else:
@@ -492,11 +497,6 @@ class Worker:
           break
         self._members.look()
       time.sleep(_ASK_SECONDS)
-    if is_late:
-      _log.warning(
-        "worker %d finds that the run has ended: it takes the final center",
-        self.worker_id,
-      )
     return state
 
   def _check_running(self, name: str) -> None:
