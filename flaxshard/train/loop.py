@@ -222,8 +222,8 @@ def _run(
       ends = step == config.num_train_steps
       if ends and commits is not None:
         # The last center is evaluated and saved.
-        state = commits.finish(state)
-        if not commits.worker.is_finished:
+        state, is_final = commits.finish(state)
+        if not is_final:
           return state, stop_request.signum
       # An exchange at every step would cost time.
       checkpointer.check(local=True)
@@ -283,9 +283,12 @@ def _run(
 
     with stop_request.saving():
       checkpointer.wait()
-    if commits is not None and stopping.stopped_step is not None:
-      # Saved as it was evaluated; the others may go on from another center.
-      commits.finish(state)
+    if commits is not None:
+      if ends:
+        commits.publish(step, state, row)
+      if stopping.stopped_step is not None:
+        # Saved as it was evaluated; the others may go on from another center.
+        commits.finish(state)
   stopping.log()
   if ends or signum is None:
     report.log_result(workdir)
