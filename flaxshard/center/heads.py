@@ -117,7 +117,7 @@ def swap(objects: store.Objects, found: Heads, **changes: Any) -> bool:
 
 def replace(
   objects: store.Objects, old: Heads, fragment: int, new: Head
-) -> bool:
+) -> None:
   """Replaces the head of a fragment, unless another one has come meanwhile.
 
   Args:
@@ -125,19 +125,15 @@ def replace(
     old: The heads that were read.
     fragment: The number of the fragment.
     new: Its new head.
-
-  Returns:
-    Whether it was replaced.
   """
   found = old
   while not found.finished and found.heads[fragment] == old.heads[fragment]:
     heads = [*found.heads]
     heads[fragment] = new
     if swap(objects, found, heads=heads):
-      return True
-    # Another fragment has a new head, or the answer to a write was lost.
+      return
+    # Another fragment has a new head.
     found = read(objects)
-  return found.heads[fragment] == new
 
 
 def write(

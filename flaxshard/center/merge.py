@@ -103,14 +103,14 @@ class Merger:
     keys = [key for key in keys if key not in taken]
     self._came = {key: self._came.get(key, start) for key in keys}
     if last and not keys:
-      is_new = heads.swap(self.objects, found, finished=True)
+      heads.swap(self.objects, found, finished=True)
       self._sweep(found, mine)
-    else:
-      chosen = {fragment: self._choose(fragment, last) for fragment in mine}
-      is_new = any(
-        [self._apply(f, found, keys) for f, keys in chosen.items() if keys]
-      )
-    return 0.0 if is_new else _PAUSE_LOOKS
+      return 0.0
+    chosen = {fragment: self._choose(fragment, last) for fragment in mine}
+    for fragment, keys in chosen.items():
+      if keys:
+        self._apply(fragment, found, keys)
+    return 0.0 if any(chosen.values()) else _PAUSE_LOOKS
 
   def _choose(self, fragment: int, last: bool) -> list[heads.Key]:
     """Returns the commits of one update of a fragment, if they are enough."""
@@ -133,13 +133,13 @@ class Merger:
 
   def _apply(
     self, fragment: int, found: heads.Heads, keys: list[heads.Key]
-  ) -> bool:
-    """Computes a new version and swaps the head; returns whether it did."""
+  ) -> None:
+    """Computes a new version, and swaps the head."""
     head, layout = found.heads[fragment], self.layout
     contents = self.objects.read_all([*map(str, keys)])
     parts = heads.read_parts(self.objects, fragment, head, "center", "slots")
     if None in contents or parts is None:
-      return False  # swapped meanwhile
+      return  # swapped meanwhile
     good: list[dict[str, Any]] = []
     for key, content in zip(keys, contents, strict=True):
       try:
@@ -148,17 +148,15 @@ class Merger:
         _log.warning("a commit of worker %s is set aside: %s", key.worker, e)
     # In the order of their steps.
     taken = head.taken | {key.name: key.step for key in keys}
-    if not good:
-      # Not to be read again.
-      new = dataclasses.replace(head, taken=taken)
-      return heads.replace(self.objects, found, fragment, new)
-    # The oldest first.
-    good.sort(key=lambda commit: commit["version"])
-    parts = update.merge(layout, parts, good)
-    new = heads.write(
-      self.objects, fragment, head.version + 1, parts, taken, len(good)
-    )
-    return heads.replace(self.objects, found, fragment, new)
+    new = dataclasses.replace(head, taken=taken)
+    if good:
+      # The oldest first.
+      good.sort(key=lambda commit: commit["version"])
+      parts, version = update.merge(layout, parts, good), head.version + 1
+      new = heads.write(
+        self.objects, fragment, version, parts, taken, len(good)
+      )
+    heads.replace(self.objects, found, fragment, new)
 
   def _sweep(self, found: heads.Heads, fragments: Sequence[int]) -> None:
     """Deletes older versions, also of mergers that ended before their swap."""

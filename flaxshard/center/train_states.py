@@ -5,9 +5,9 @@ Arrays are named by their paths in the train state: those of the center are
 ones beside them, and sums of gradients.
 
 The center is divided into fragments. A commit of a fragment has `steps` and
-`examples`, the local step `step`, the `version` of the center that it started
-from, and `arrays` by path: encoded gradients, and with those of the last
-fragment the values of other collections.
+`examples`, the `version` of the center that it started from, and `arrays` by
+path: encoded gradients, and with those of the last fragment the values of other
+collections.
 """
 
 from __future__ import annotations
@@ -234,7 +234,6 @@ class Layout:
       arrays[path] = np.array(found[_local_path(path)])
     commit = {
       "steps": step - int(sent[fragment]),
-      "step": step,
       "version": int(own.versions[fragment]),
       "arrays": arrays,
     }

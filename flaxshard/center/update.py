@@ -25,7 +25,7 @@ from flaxshard.core import gradients
 from flaxshard.core import trees
 from flaxshard.wrappers import agn as agn_lib
 
-_NUMBERS = ("steps", "examples", "step", "version")
+_NUMBERS = ("steps", "examples", "version")
 
 
 def decode(layout: Layout, fragment: int, key: str, content: bytes) -> Commit:
@@ -73,8 +73,11 @@ def merge(
   center, slots = parts["center"], parts["slots"]
   # Of parameters that were encoded, the slots have the exact values.
   exact = {**center, **slots}
-  for committed in _combine(layout, commits):
-    exact = _apply(layout, exact, committed)
+  with _on_cpu():
+    for committed in _combine(layout, commits):
+      grads = {p: x for p, x in committed.items() if p in layout.sums}
+      updated = jax.tree.map(np.asarray, _update(layout, exact, grads))
+      exact = {**exact, **committed, **updated}
   new = {
     "center": {
       path: np.asarray(exact[path], x.dtype) for path, x in center.items()
@@ -116,28 +119,16 @@ def _combine(layout: Layout, commits: Sequence[Commit]) -> Iterator[Arrays]:
   yield combined
 
 
-def _apply(layout: Layout, center: Arrays, committed: Arrays) -> Arrays:
-  """Updates a fragment of the center once.
-
-  Args:
-    layout: The fragments of the center.
-    center: Its arrays and slots.
-    committed: Gradients, and the new values of other arrays. A parameter
-      without a gradient keeps its value and its slots.
-
-  Returns:
-    The new arrays and slots.
-  """
-  grads = {p: x for p, x in committed.items() if p in layout.sums}
-  with _on_cpu():
-    new = jax.tree.map(np.asarray, _update(layout, center, grads))
-  return {**center, **committed, **new}
-
-
 # One program for each set of gradients: compiled once in a process.
 @functools.partial(jax.jit, static_argnums=0)
 def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
-  """Updates parameters and slots; those that are not given are zeros."""
+  """Updates parameters and slots of a fragment of the center once.
+
+  Args:
+    layout: The fragments of the center.
+    center: Its arrays and slots; those that are not given are zeros.
+    grads: Gradients. A parameter without one keeps its value and its slots.
+  """
   full = train_states.map_leaves(
     lambda path, x: _leaf(center.get(path), x), layout.model
   )

@@ -423,7 +423,7 @@ class Worker:
     state, commit = self._layout.take(state, fragment)
     commit["examples"] = self._examples[fragment]
     self._examples[fragment] = 0.0
-    key = heads.Key(fragment, self._members.start, commit["step"])
+    key = heads.Key(fragment, self._members.start, self._last_step)
     self._exchanges[fragment] = heads.Exchange(
       self._objects, key, commit, self._merger.watch.wake
     )

@@ -181,7 +181,6 @@ def test_who_differs_is_refused_and_the_others_go_on(directory):
 GOOD = {
   "steps": 2,
   "examples": 2.0,
-  "step": 2,
   "version": 0,
   "arrays": {"params/b": np.float32(4), "stats/m": np.ones(2, np.float32)},
 }
@@ -197,7 +196,7 @@ BAD = {
   "list": encoding.pack([1, 2]),
   "lacks": encoding.pack({"arrays": GOOD["arrays"]}),
   "steps": encoding.pack({**GOOD, "steps": 0}),
-  "step": encoding.pack({**GOOD, "step": "a"}),
+  "version": encoding.pack({**GOOD, "version": "a"}),
   "examples": encoding.pack({**GOOD, "examples": float("inf")}),
   "unknown": with_arrays(**{"params/c": np.float32(4)}),
   "shape": with_arrays(**{"params/b": np.ones(2, np.float32)}),
