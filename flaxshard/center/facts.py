@@ -99,8 +99,10 @@ def _digest(tx: Any, shapes: TrainState) -> str:
   """
 
   def update(params: Any, grads: Any) -> agn_lib.ModelState:
-    center = agn_lib.ModelState(params, opt_state_lib.init(tx, params))
-    return agn_lib.apply_tx(tx, center, grads)
+    opt_state = opt_state_lib.init(tx, params)
+    return agn_lib.ModelState(
+      *optimizer_update.update(tx, params, opt_state, grads)
+    )
 
   _, own = train_states.find(shapes)
   traced = jax.jit(update).trace(shapes.params, own.grad_accum)

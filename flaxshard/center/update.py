@@ -21,7 +21,7 @@ from flaxshard.center import train_states
 from flaxshard.center.heads import Arrays
 from flaxshard.center.train_states import Commit
 from flaxshard.center.train_states import Layout
-from flaxshard.core import gradients
+from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.wrappers import agn as agn_lib
 
@@ -137,7 +137,9 @@ def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
   )
   old = agn_lib.ModelState(full["params"], full[layout.root])
   tx = layout.agn.outer_tx or layout.shapes.tx
-  new = agn_lib.apply_tx(tx, old, all_grads["params"])
+  new = agn_lib.ModelState(
+    *optimizer_update.update(tx, *old, all_grads["params"])
+  )
   found = train_states.leaves(
     {"params": new.params, layout.root: new.opt_state}
   )
@@ -160,4 +162,4 @@ def _on_cpu() -> Any:
 
 
 def _widen(x: np.ndarray) -> np.ndarray:
-  return x.astype(gradients.accumulator_dtype(x.dtype))
+  return x.astype(trees.accumulator_dtype(x.dtype))

@@ -1,4 +1,4 @@
-"""Gradient trees: what a leaf is, exact casts to 16 bits, and finite tests.
+"""Gradient trees: what a leaf is, what an optimizer trains, and finite tests.
 
 A tree of gradients is a tree like the parameters. A leaf is one of:
 
@@ -11,17 +11,16 @@ A tree of gradients is a tree like the parameters. A leaf is one of:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
-from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import indexed_slices
-from flaxshard.core import jaxprs
+from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 
@@ -63,12 +62,6 @@ def optimized_params(params: PyTree) -> PyTree:
   return params
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-  """Returns the dtype that values of a dtype are summed or averaged in."""
-  # A sum in float16 or bfloat16 rounds away small gradients.
-  return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
-
-
 def map_gradients(
   fn: Callable[[jax.Array], jax.Array], grads: PyTree
 ) -> PyTree:
@@ -82,10 +75,11 @@ def map_gradients(
   )
 
 
-def conform(grads: PyTree, params: PyTree) -> PyTree:
-  """Returns gradients in the containers of the parameters.
+def conform(tx: Any, grads: PyTree, params: PyTree) -> PyTree:
+  """Returns the gradients of what is trained, in the containers of parameters.
 
   Args:
+    tx: The optimizer.
     grads: A tree of gradients with the paths of `params`. Leaves may also be
       NumPy arrays or numbers.
     params: The parameters.
@@ -99,30 +93,26 @@ def conform(grads: PyTree, params: PyTree) -> PyTree:
     TypeError: A leaf is not an array, or row numbers are not integers.
 
   Example:
+    >>> import optax
     >>> params = {"w": jnp.ones(()), "step": jnp.int32(0)}
-    >>> conform({"w": np.float32(1), "step": np.int32(2)}, params)
+    >>> grads = {"w": np.float32(1), "step": np.int32(2)}
+    >>> conform(optax.sgd(0.1), grads, params)
     {'step': None, 'w': Array(1., dtype=float32)}
   """
   leaves, given = jax.tree.flatten(grads, is_leaf=is_leaf)
-  wanted = jax.tree_util.tree_leaves_with_path(params)
   structure: Any = jax.tree.structure(params)
   # Most trees have the containers of the parameters, and arrays alone. This is
   # quicker than to compare paths, at each eager step.
   if given != structure or not all(
     g is None or (isinstance(g, jax.Array) and g.shape == np.shape(p))
-    for g, (_, p) in zip(leaves, wanted, strict=True)
+    for g, p in zip(leaves, jax.tree.leaves(params), strict=True)
   ):
     for path, g in indexed_slices.find(grads).items():
       g.check(f"grads[{trees.path_string(path)}]")
     grads = trees.conform("grads", grads, params, dtypes=False, is_leaf=is_leaf)
-    leaves = structure.flatten_up_to(grads)
-  for i, (path, _) in enumerate(wanted):
-    g = leaves[i]
-    if has_gradient(path, g):
-      leaves[i] = g if is_indexed_slices(g) else jnp.asarray(g)
-    elif not is_statistic(path):
-      leaves[i] = None
-  return structure.unflatten(leaves)
+    # Numbers and NumPy arrays become arrays.
+    grads = map_gradients(lambda g: g, grads)
+  return trained(tx, grads)
 
 
 def is_leaf(x: Any) -> bool:
@@ -131,62 +121,91 @@ def is_leaf(x: Any) -> bool:
   return x is None or is_indexed_slices(x)
 
 
-def deduplicate(grads: PyTree) -> PyTree:
-  """Sums the rows of equal numbers of each `IndexedSlices` in a tree.
-
-  Sums of float16 and bfloat16 are computed in float32.
-  """
-
-  def deduplicate_leaf(g: Any) -> Any:
-    if not is_indexed_slices(g) or g.is_unique:
-      return g
-    wide = g.astype(accumulator_dtype(g.dtype))
-    return wide.deduplicated().astype(g.dtype)
-
-  return jax.tree.map(deduplicate_leaf, grads, is_leaf=is_indexed_slices)
+# -- What an optimizer trains.
 
 
-def narrow_value_and_grad(
-  fn: Callable[[PyTree], tuple[jax.Array, Any]], params: PyTree
-) -> tuple[tuple[jax.Array, Any], PyTree]:
-  """Differentiates a function; casts gradients to 16 bits where that is exact.
-
-  A model in mixed precision casts its float32 parameters to 16 bits. Then the
-  last operation on a gradient casts it from 16 bits to float32. Such a gradient
-  fits into 16 bits without rounding.
+def trained(
+  tx: Any, tree: PyTree, selected: Container[str] | None = None
+) -> PyTree:
+  """Returns a tree like the parameters, with None for what is not trained.
 
   Args:
-    fn: Returns a real scalar and auxiliary output. Its gradient is traced once,
-      and the traced program is evaluated.
-    params: The argument of `fn`.
-
-  Returns:
-    What `jax.value_and_grad(fn, has_aux=True)(params)` returns, but the
-    gradients that it casts from float16 or bfloat16 as its last operation are
-    cast back.
-
-  Raises:
-    TypeError: The scalar is complex.
+    tx: An optimizer. It does not train what `freeze` freezes.
+    tree: The parameters, or their gradients. None may stand for a leaf.
+    selected: The paths of those to train; None for all.
 
   Example:
-    >>> loss = lambda w: ((w.astype(jnp.bfloat16) ** 2).astype("float32"), None)
-    >>> (value, _), grad = narrow_value_and_grad(loss, jnp.float32(3))
-    >>> float(value), float(grad), grad.dtype
-    (9.0, 6.0, dtype(bfloat16))
+    >>> import flaxshard as fs, optax
+    >>> tx = fs.freeze(optax.sgd(0.1), ["a"])
+    >>> trained(tx, {"a": 1.0, "b": 2.0, "c": 3})
+    {'a': None, 'b': 2.0, 'c': None}
   """
-  # Outside of the trace below, so that `fn` may store what it computes.
-  value, pullback, aux = jax.vjp(fn, params, has_aux=True)
-  if not jnp.issubdtype(value.dtype, jnp.floating):
-    raise TypeError(f"loss_fn must return a real scalar, got {value.dtype}.")
-  one = jnp.ones_like(value)
-  program = jax.make_jaxpr(pullback)(one)
-  grads = list(jax_core.jaxpr_as_fun(program)(one))
-  sources: jaxprs.Sources = {}
-  for i, variable in enumerate(program.jaxpr.outvars):
-    dtype = jaxprs.dtype_before_cast(program.jaxpr, variable, sources)
-    if dtype is not None:
-      grads[i] = grads[i].astype(dtype)
-  return (value, aux), jax.tree.unflatten(jax.tree.structure(params), grads)
+  frozen = getattr(tx, "frozen", ())
+
+  def choose(path: trees.Path, x: Any) -> Any:
+    if not (has_gradient(path, x) or is_statistic(path)):
+      return None
+    if selected is not None and trees.path_string(path) not in selected:
+      return None
+    return None if frozen and matches(frozen, tree, path) else x
+
+  return jax.tree_util.tree_map_with_path(
+    choose, tree, is_leaf=is_indexed_slices
+  )
+
+
+def tables(tx: Any, trained: PyTree) -> PyTree | None:
+  """Returns which parameters are tables of `sparse_rows`, or None if none is.
+
+  Args:
+    tx: An optimizer.
+    trained: A tree like the parameters, without the frozen ones.
+
+  Returns:
+    A tree of booleans like `trained`.
+  """
+  patterns = getattr(tx, "tables", ())
+  return matching(patterns, trained) if patterns else None
+
+
+def matching(patterns: Sequence[str], params: PyTree) -> PyTree:
+  """Returns which leaves of a tree like the parameters match a pattern."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: matches(patterns, params, path),
+    params,
+    is_leaf=is_indexed_slices,
+  )
+
+
+def matches(patterns: Sequence[str], params: PyTree, path: trees.Path) -> bool:
+  """Returns whether a path in a tree like the parameters matches a pattern."""
+  # Of the collections of Flax's fp8 layers the optimizer sees one. The other
+  # has scaling factors, whose new values come as gradients.
+  if optimized_params(params) is not params:
+    if is_statistic(path):
+      return False
+    path = path[1:]
+  return patterns_lib.first_match(patterns, trees.path_string(path)) is not None
+
+
+def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
+  """Returns zeros to add gradients or averages to; None where neither exists.
+
+  Args:
+    tx: An optimizer. What it freezes has no accumulator.
+    params: The parameters. Those of 16 bits have accumulators in float32.
+  """
+
+  def zeros(path: trees.Path, p: Any) -> jax.Array | None:
+    if is_statistic(path):
+      return None
+    dtype = trees.accumulator_dtype(trees.dtype_of(p))
+    return jnp.zeros(jnp.shape(p), dtype)
+
+  return jax.tree_util.tree_map_with_path(zeros, trained(tx, params))
+
+
+# -- The finite test.
 
 
 def all_finite(grads: PyTree) -> jax.Array:
@@ -199,7 +218,7 @@ def all_finite(grads: PyTree) -> jax.Array:
 
   Args:
     grads: A tree of gradients. Leaves without a gradient do not count. Rows are
-      those that `deduplicate` returns.
+      those that `deduplicated` returns.
 
   Returns:
     A bool scalar.
@@ -239,7 +258,7 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
     ['b/c']
   """
   flat = jax.tree_util.tree_leaves_with_path(
-    deduplicate(grads), is_leaf=is_indexed_slices
+    indexed_slices.deduplicate(grads), is_leaf=is_indexed_slices
   )
   return [
     trees.path_string(path)

@@ -34,6 +34,8 @@ def update(
   opt_state: PyTree,
   grads: PyTree,
   extra: Mapping[str, Any] = types.MappingProxyType({}),
+  *,
+  keep_dtypes: bool = True,
 ) -> tuple[PyTree, PyTree]:
   """Updates parameters and slots as Flax's `TrainState.apply_gradients` does.
 
@@ -45,6 +47,9 @@ def update(
     opt_state: Its state.
     grads: A tree like `params`; None where a leaf has no gradient.
     extra: Extra arguments of the optimizer's update.
+    keep_dtypes: Whether the state keeps its dtypes. It takes those of the
+      gradients: float32 ones of float16 parameters would change it, and the
+      next step would compile again.
 
   Returns:
     The new parameters and the new state.
@@ -66,7 +71,13 @@ def update(
     new = {**grads, "params": new}
   if any(is_kept):
     kept = structure.unflatten(is_kept)
-    return keep(kept, (params, opt_state), (new, new_state))
+    new, new_state = keep(kept, (params, opt_state), (new, new_state))
+  if keep_dtypes:
+    new_state = jax.tree.map(
+      lambda n, o: n.astype(o.dtype) if n.dtype != o.dtype else n,
+      new_state,
+      opt_state,
+    )
   return new, new_state
 
 
@@ -99,17 +110,6 @@ def keep(
     new_state,
   )
   return params, slots
-
-
-def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
-  """Casts the leaves of `new` to the dtypes of `old`.
-
-  An optimizer's state takes the dtype of the gradients: those in float32 of
-  float16 parameters would change it, and the next step would compile again.
-  """
-  return jax.tree.map(
-    lambda n, o: n.astype(o.dtype) if n.dtype != o.dtype else n, new, old
-  )
 
 
 def _zero_gradient(p: jax.Array) -> jax.Array:

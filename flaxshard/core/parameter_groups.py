@@ -11,12 +11,10 @@ import functools
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
-from flaxshard.core import indexed_slices
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
 
@@ -75,7 +73,7 @@ def freeze(
     {"train": tx, "freeze": optax.set_to_zero()},
     lambda params: jax.tree.map(
       lambda is_frozen: "freeze" if is_frozen else "train",
-      _mask(patterns, params),
+      gradients.matching(patterns, params),
     ),
     mask_compatible_extra_args=True,
   )
@@ -93,7 +91,7 @@ def freeze(
       complete = functools.partial(
         jax.tree.map,
         lambda is_frozen, p, x: p if is_frozen else x,
-        _mask(patterns, params),
+        gradients.matching(patterns, params),
         params,
       )
       updates = complete(updates)
@@ -104,7 +102,7 @@ def freeze(
         extra["value_fn"] = lambda trained: value_fn(complete(trained))
     return inner.update(updates, state, params, **extra)
 
-  return Frozen(init, update, patterns=patterns)
+  return Frozen(init, update, frozen=patterns)
 
 
 def scale_learning_rates(
@@ -137,8 +135,7 @@ def scale_learning_rates(
       parameters.
 
   Example:
-    >>> import jax.numpy as jnp
-    >>> params = {"body": jnp.ones(()), "head": jnp.ones(())}
+    >>>     >>> params = {"body": jnp.ones(()), "head": jnp.ones(())}
     >>> tx = scale_learning_rates(optax.sgd(0.25), [("head", 2.0)])
     >>> updates, _ = tx.update(params, tx.init(params), params)
     >>> {name: float(update) for name, update in updates.items()}
@@ -205,11 +202,11 @@ class Frozen(_WithAttributes):
   """The optimizer that `freeze` returns.
 
   Attributes:
-    patterns: The patterns of the frozen parameters.
+    frozen: The patterns of the frozen parameters.
   """
 
   function = "freeze"
-  patterns: tuple[str, ...]
+  frozen: tuple[str, ...]
 
 
 class SparseRows(_WithAttributes):
@@ -217,7 +214,8 @@ class SparseRows(_WithAttributes):
 
   Attributes:
     inner: The optimizer that updates the rows.
-    patterns: The patterns of the tables.
+    tables: The patterns of the tables.
+    frozen: Those of the parameters that `inner` does not train.
     semantics: `"lazy"` or `"tf"`.
     argument: The name of the patterns, for errors.
     shardings: Those of the parameters whose rows a mesh splits, by path.
@@ -225,7 +223,8 @@ class SparseRows(_WithAttributes):
 
   function = "sparse_rows"
   inner: Any
-  patterns: tuple[str, ...]
+  tables: tuple[str, ...]
+  frozen: tuple[str, ...]
   semantics: str
   argument: str
   shardings: Mapping[trees.Path, jax.sharding.NamedSharding]
@@ -238,69 +237,3 @@ def _check_order(function: str, tx: Any, *outer: type[_WithAttributes]) -> None:
       f"{function}: tx is a result of {tx.function}; call {tx.function} last: "
       f"{tx.function}({function}(tx, ...), patterns)."
     )
-
-
-def sparse_mask(tx: Any, trained: PyTree) -> PyTree | None:
-  """Returns which parameters are tables of `sparse_rows`, or None if none is.
-
-  Args:
-    tx: An optimizer.
-    trained: A tree like the parameters, without the frozen ones.
-
-  Returns:
-    A tree of booleans like `trained`.
-  """
-  return _mask(tx.patterns, trained) if isinstance(tx, SparseRows) else None
-
-
-def drop_frozen(tx: Any, tree: PyTree) -> PyTree:
-  """Returns a tree like the parameters, with None for the frozen ones.
-
-  Args:
-    tx: An optimizer.
-    tree: A tree like the parameters. None may stand for a leaf.
-
-  Example:
-    >>> drop_frozen(freeze(optax.sgd(0.1), ["a"]), {"a": 1.0, "b": 2.0})
-    {'a': None, 'b': 2.0}
-  """
-  if isinstance(tx, SparseRows):
-    tx = tx.inner
-  if not isinstance(tx, Frozen):
-    return tree
-  mask = _mask(tx.patterns, tree)
-  return jax.tree.map(lambda is_frozen, x: None if is_frozen else x, mask, tree)
-
-
-def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
-  """Returns zeros to add gradients or averages to; None where neither exists.
-
-  Args:
-    tx: An optimizer. What it freezes has no accumulator.
-    params: The parameters. Those of 16 bits have accumulators in float32.
-  """
-
-  def zeros(path: trees.Path, p: Any) -> jax.Array | None:
-    if not gradients.has_gradient(path, p):
-      return None
-    dtype = gradients.accumulator_dtype(trees.dtype_of(p))
-    return jnp.zeros(jnp.shape(p), dtype)
-
-  return jax.tree_util.tree_map_with_path(zeros, drop_frozen(tx, params))
-
-
-def _mask(patterns: tuple[str, ...], params: PyTree) -> PyTree:
-  """Returns which parameters of a train state match a pattern."""
-  # Of the collections of Flax's fp8 layers the optimizer sees one. The other
-  # has scaling factors, whose new values come as gradients.
-  is_fp8 = gradients.optimized_params(params) is not params
-
-  def matches(path: trees.Path, _: Any) -> bool:
-    if is_fp8 and gradients.is_statistic(path):
-      return False
-    name = trees.path_string(path[1:] if is_fp8 else path)
-    return patterns_lib.first_match(patterns, name) is not None
-
-  return jax.tree_util.tree_map_with_path(
-    matches, params, is_leaf=indexed_slices.is_indexed_slices
-  )

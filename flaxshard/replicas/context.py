@@ -332,22 +332,6 @@ def _widen(x: Any) -> Any:
   return x.astype(jnp.float32) if x.dtype != jnp.bfloat16 or on_cpu else x
 
 
-def all_replicas(finite: jax.Array) -> jax.Array:
-  """Returns whether a flag is true on all replicas.
-
-  Args:
-    finite: bool scalar, computed from the gradients that are being applied.
-
-  Returns:
-    A bool scalar. It takes a collective of one scalar, or none if the gradients
-    are already reduced: then the flag is the same on all replicas.
-  """
-  context = _current.get()
-  if context is None or context.gradients_reduced or num_replicas() == 1:
-    return finite
-  return reduce_over_replicas("sum", (~finite).astype(jnp.int32)) == 0
-
-
 def reduce_gradients(
   op: str, grads: PyTree, groups: rows.Groups = None
 ) -> PyTree:

@@ -184,7 +184,7 @@ def check_aggregation(
     ValueError: It is none of these, or something else decides already.
   """
   checks.one_of("aggregation", aggregation, replica_context.REDUCE_OPS)
-  if is_skipped or stack.reduces_gradients(wrappers):
+  if is_skipped or stack.reduces(wrappers) != "before":
     names = [w.name for w in wrappers]
     other = "skip_gradients_aggregation=True" if is_skipped else f"{names}"
     raise ValueError(

@@ -422,7 +422,7 @@ class TrainState(flax_train_state.TrainState):
         for name, x in collections.items()
       }
       # The commits of wrappers with local updates reduce them.
-      if in_replica and not stack.has_local_updates(self.wrappers):
+      if in_replica and stack.reduces(self.wrappers) != "local":
         groups = stack.groups_of(self.wrappers)
         collections = jax.tree.map_with_path(
           lambda path, x: (

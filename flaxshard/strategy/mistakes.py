@@ -58,7 +58,8 @@ def check_arguments(
     spec = leaf.replica_spec
     if leaf.kind == arguments.SHARED:
       w = leaf.wrappers or ()
-      if spec != jax.P() and (stack.groups_of(w) or stack.has_local_updates(w)):
+      steps_alone = stack.groups_of(w) or stack.reduces(w) == "local"
+      if spec != jax.P() and steps_alone:
         raise ValueError(
           f"run: {leaf.argument} is split over 'replica', "
           f"{leaf.sharding.spec}, though its wrappers let replicas step alone: "

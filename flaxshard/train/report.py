@@ -20,7 +20,7 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import files
-from flaxshard.core import parameter_groups
+from flaxshard.core import gradients
 from flaxshard.state import describe
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
@@ -66,7 +66,7 @@ def log_state(state: TrainState, *, is_new: bool) -> None:
   if is_new:
     _log.info("parameters:\n%s", describe.describe(state.params))
   size = optax.tree.size
-  trained = size(parameter_groups.drop_frozen(state.tx, state.params))
+  trained = size(gradients.trained(state.tx, state.params))
   frozen = size(state.params) - trained
   if isinstance(state.apply_fn, lora.Apply):
     frozen += size(state.frozen)

@@ -411,7 +411,7 @@ def _create_wrappers(config: Any) -> stack.Wrappers:
       position = i + 1
   outer, inner = wrappers[:position], wrappers[position:]
   # A wrapper such as CrossShard has reduced the gradients of each batch.
-  per_replica = config.mesh.per_replica and not stack.reduces_gradients(outer)
+  per_replica = config.mesh.per_replica and stack.reduces(outer) == "before"
   added = Accumulate(config.accumulate_steps, per_replica=per_replica)
   return stack.check([*outer, added, *inner])
 

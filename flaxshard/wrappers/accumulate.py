@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
-from flaxshard.core import parameter_groups
+from flaxshard.core import gradients
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.wrappers import base
@@ -103,7 +103,7 @@ class Accumulate(base.Base):
       tx: The optax optimizer.
     """
     return AccumulateState(
-      grads=parameter_groups.zero_accumulators(tx, params),
+      grads=gradients.zero_accumulators(tx, params),
       num_batches=jnp.zeros((), jnp.int32),
     )
 

@@ -13,7 +13,6 @@ from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
-from flaxshard.core import parameter_groups
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
@@ -187,7 +186,7 @@ class AGN(base.Base):
       params: The parameters.
       tx: The optax optimizer.
     """
-    accum = parameter_groups.zero_accumulators(tx, params)
+    accum = gradients.zero_accumulators(tx, params)
     outer_opt_state = ()
     if self.outer_tx is not None:
       outer_opt_state = opt_state_lib.init(self.outer_tx, params)
@@ -384,7 +383,7 @@ class AGN(base.Base):
           lambda a: a / self.communication_period, accum
         )
       if self.outer_tx is not None:
-        new = apply_tx(self.outer_tx, old, accum)
+        new = optimizer_update.update(self.outer_tx, *old, accum)
       else:
         updated = next(
           target._replace(
@@ -395,7 +394,7 @@ class AGN(base.Base):
           ),
           accum,
         )
-        new = ModelState(updated.params, updated.opt_state)
+        new = updated.params, updated.opt_state
       # Whether a leaf has a gradient is static in one step, but may differ from
       # step to step: those without one in this step may have had one before.
       is_kept = jax.tree.map(
@@ -458,20 +457,7 @@ class AGN(base.Base):
 
 
 def _widen(x: jax.Array) -> jax.Array:
-  return x.astype(gradients.accumulator_dtype(x.dtype))
-
-
-def apply_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
-  """Updates the center with an optimizer.
-
-  Args:
-    tx: The optax optimizer of the center.
-    center: The center, with the state of `tx`.
-    grads: Gradients like the parameters; None where a leaf has none.
-  """
-  params, opt_state = optimizer_update.update(tx, *center, grads)
-  opt_state = optimizer_update.keep_dtypes(opt_state, center.opt_state)
-  return ModelState(params, opt_state)
+  return x.astype(trees.accumulator_dtype(x.dtype))
 
 
 def warn_of_short_period(agn: AGN, count: int, noun: str) -> None:

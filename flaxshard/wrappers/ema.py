@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
-from flaxshard.core import parameter_groups
+from flaxshard.core import gradients
 from flaxshard.core import trees
 from flaxshard.wrappers import base
 
@@ -98,7 +98,7 @@ class EMA(base.Base):
       tx: The optax optimizer.
     """
     return EMAState(
-      params=parameter_groups.zero_accumulators(tx, params),
+      params=gradients.zero_accumulators(tx, params),
       # With the weight 1 the parameters before the first update, which `apply`
       # starts from, are a part of the average.
       weight=jnp.array(0 if self.debias else 1, jnp.float32),

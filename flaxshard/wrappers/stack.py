@@ -94,14 +94,14 @@ def with_policy(wrappers: Wrappers, policy: Policy | None) -> Wrappers:
 # -- Replicas.
 
 
-def reduces_gradients(wrappers: Wrappers) -> bool:
-  """Returns whether a wrapper reduces gradients over the replicas itself."""
-  return any(w.reduces in ("self", "local") for w in wrappers)
+def reduces(wrappers: Wrappers) -> str:
+  """Returns who reduces gradients over the replicas; see `Base.reduces`.
 
-
-def has_local_updates(wrappers: Wrappers) -> bool:
-  """Returns whether a wrapper updates each replica separately."""
-  return any(w.reduces == "local" for w in wrappers)
+  `"local"` if a wrapper updates each replica separately, else `"self"` if one
+  reduces gradients itself, else `"before"`: none does.
+  """
+  found = {w.reduces for w in wrappers}
+  return next((who for who in ("local", "self") if who in found), "before")
 
 
 def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
@@ -116,7 +116,7 @@ def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
 def groups_of(wrappers: Wrappers) -> rows.Groups:
   """Returns the groups of replicas with the same parameters; None if all."""
   # A wrapper with local updates reduces over all replicas when they commit.
-  if has_local_updates(wrappers):
+  if reduces(wrappers) == "local":
     return None
   return next((w.groups for w in wrappers if w.groups), None)
 

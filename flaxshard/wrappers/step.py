@@ -13,13 +13,14 @@ import types
 from typing import Any
 
 import jax
+from jax.extend import core as jax_core
 import jax.numpy as jnp
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
+from flaxshard.core import jaxprs
 from flaxshard.core import optimizer_update
-from flaxshard.core import parameter_groups
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
@@ -77,17 +78,9 @@ def value_and_grad(
     checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
   local = stack.local_states(wrappers, states)
   params = stack.params(wrappers, local, params, "train")
-
-  def choose(path: trees.Path, p: Any) -> Any:
-    if selected is not None and trees.path_string(path) not in selected:
-      return None
-    is_trained = gradients.has_gradient(path, p) or gradients.is_statistic(path)
-    return p if is_trained else None
-
   # Only what is trained is differentiated: a frozen parameter has no gradient
   # that the compiler would have to remove.
-  trained = parameter_groups.drop_frozen(tx, params)
-  trained = jax.tree_util.tree_map_with_path(choose, trained)
+  trained = gradients.trained(tx, params, selected)
 
   def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
     token = _inside.set(states)
@@ -114,10 +107,10 @@ def value_and_grad(
 
   def differentiate(fn: Callable[..., Any], params: PyTree) -> Any:
     if is_narrow or is_gated:
-      return gradients.narrow_value_and_grad(fn, params)
+      return _narrow_value_and_grad(fn, params)
     return jax.value_and_grad(fn, has_aux=True)(params)
 
-  mask = parameter_groups.sparse_mask(tx, trained)
+  mask = gradients.tables(tx, trained)
   if mask is None:
     (_, value), grads = differentiate(scaled_loss, trained)
   else:
@@ -173,7 +166,7 @@ def weigh_loss(loss: Any, grad_loss: Any) -> Any:
   if grad_loss is None:
     return loss
   # A product or a sum in 16 bits could overflow.
-  dtype = gradients.accumulator_dtype(trees.dtype_of(loss))
+  dtype = trees.accumulator_dtype(trees.dtype_of(loss))
   return jnp.sum(jnp.asarray(loss, dtype) * jnp.asarray(grad_loss, dtype))
 
 
@@ -198,6 +191,49 @@ def split_loss(
       f"has_aux=True; got {got} with has_aux={has_aux}."
     )
   return loss, aux
+
+
+def _narrow_value_and_grad(
+  fn: Callable[[PyTree], tuple[jax.Array, Any]], params: PyTree
+) -> tuple[tuple[jax.Array, Any], PyTree]:
+  """Differentiates a function; casts gradients to 16 bits where that is exact.
+
+  A model in mixed precision casts its float32 parameters to 16 bits. Then the
+  last operation on a gradient casts it from 16 bits to float32. Such a gradient
+  fits into 16 bits without rounding.
+
+  Args:
+    fn: Returns a real scalar and auxiliary output. Its gradient is traced once,
+      and the traced program is evaluated.
+    params: The argument of `fn`.
+
+  Returns:
+    What `jax.value_and_grad(fn, has_aux=True)(params)` returns, but the
+    gradients that it casts from float16 or bfloat16 as its last operation are
+    cast back.
+
+  Raises:
+    TypeError: The scalar is complex.
+
+  Example:
+    >>> loss = lambda w: ((w.astype(jnp.bfloat16) ** 2).astype("float32"), None)
+    >>> (value, _), grad = _narrow_value_and_grad(loss, jnp.float32(3))
+    >>> float(value), float(grad), grad.dtype
+    (9.0, 6.0, dtype(bfloat16))
+  """
+  # Outside of the trace below, so that `fn` may store what it computes.
+  value, pullback, aux = jax.vjp(fn, params, has_aux=True)
+  if not jnp.issubdtype(value.dtype, jnp.floating):
+    raise TypeError(f"loss_fn must return a real scalar, got {value.dtype}.")
+  one = jnp.ones_like(value)
+  program = jax.make_jaxpr(pullback)(one)
+  grads = list(jax_core.jaxpr_as_fun(program)(one))
+  sources: jaxprs.Sources = {}
+  for i, variable in enumerate(program.jaxpr.outvars):
+    dtype = jaxprs.dtype_before_cast(program.jaxpr, variable, sources)
+    if dtype is not None:
+      grads[i] = grads[i].astype(dtype)
+  return (value, aux), jax.tree.unflatten(jax.tree.structure(params), grads)
 
 
 def _unscales_16_bits(wrappers: Wrappers, states: States) -> bool:
@@ -239,30 +275,33 @@ def update(
     ValueError: `grads` does not match the parameters, or none is there.
   """
   # None for each leaf that has or needs no gradient.
-  grads = gradients.conform(grads, target.params)
-  grads = parameter_groups.drop_frozen(tx, grads)
+  grads = gradients.conform(tx, grads, target.params)
   if not jax.tree.leaves(grads):
     raise ValueError(
       "No gradients provided for any parameter: "
       f"{', '.join(trees.names(target.params))}."
     )
   context = replica_context.get_replica_context()
-  is_local = context is not None and stack.has_local_updates(wrappers)
-  if context is not None and reduction is not None and not is_local:
+  # None outside of `Strategy.run`, where there is nothing to reduce.
+  who = stack.reduces(wrappers) if context is not None else None
+  if who in ("before", "self") and reduction is not None:
     groups = stack.groups_of(wrappers)
     extra = replica_context.mean_extra_args(extra, groups)
 
   def apply_tx(target: base.Target, grads: PyTree) -> base.Target:
     given = extra
-    inner = replica_context.get_replica_context() if is_local else None
-    if inner is not None and inner.gradients_reduced:
+    inner = replica_context.get_replica_context()
+    if who == "local" and inner is not None and inner.gradients_reduced:
       # Local updates take the loss of their replica, a commit takes the mean.
       given = replica_context.mean_extra_args(extra)
     params, opt_state = optimizer_update.update(
-      tx, target.params, target.opt_state, grads, given
+      tx,
+      target.params,
+      target.opt_state,
+      grads,
+      given,
+      keep_dtypes=bool(wrappers),
     )
-    if wrappers:
-      opt_state = optimizer_update.keep_dtypes(opt_state, target.opt_state)
     return target._replace(
       step=target.step + 1,
       params=params,
@@ -271,9 +310,7 @@ def update(
     )
 
   # How gradients are to be reduced before a wrapper gets them.
-  op = None
-  if context is not None and not stack.reduces_gradients(wrappers):
-    op = reduction
+  op = reduction if who == "before" else None
   # What gradients pass through, from the optimizer to the outside.
   apply: base.Next = apply_tx
   for w in reversed(wrappers):
@@ -333,7 +370,7 @@ def _take_rows(tx: Any, wrappers: Wrappers, grads: PyTree) -> PyTree:
   if replica_context.get_replica_context() is None:
     grads = rows.gather_over_mesh(grads)
   grads = _to_dense_unless_taken(wrappers, "apply", grads)
-  mask = parameter_groups.sparse_mask(tx, grads)
+  mask = gradients.tables(tx, grads)
   tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
   found = indexed_slices.find(grads)
   others = [trees.path_string(path) for path in found if path not in tables]

@@ -19,7 +19,6 @@ from flaxshard.core import registry
 from flaxshard.data import factories
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import FIELDS
-from flaxshard.wrappers import stack
 
 # Whether a larger or a smaller value is better, with a mode of "auto".
 _BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
@@ -232,7 +231,7 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
         "smaller values are better, or 'max'."
       )
   given = wrappers.from_config(values["wrappers"])
-  names = [w.name for w in given if stack.reduces_gradients((w,))]
+  names = [w.name for w in given if w.reduces in ("self", "local")]
   if names and values["mesh.replica"] != 1 and not values["mesh.per_replica"]:
     raise ValueError(
       f"config.wrappers: {', '.join(names)} reduces the gradients of the "
