@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 
@@ -126,10 +127,10 @@ def is_per_replica(x: Any) -> bool:
   return isinstance(x, PerReplica)
 
 
-def paths_of_per_replica(tree: PyTree) -> frozenset[jax.tree_util.KeyPath]:
-  """Returns where a tree has a `PerReplica`."""
-  nodes = jax.tree.leaves_with_path(tree, is_leaf=is_per_replica)
-  return frozenset(path for path, x in nodes if is_per_replica(x))
+def paths_of_per_replica(tree: PyTree) -> frozenset[tuple[str, ...]]:
+  """Returns where a tree has a `PerReplica`, as `trees.path_strings`."""
+  nodes = trees.leaves_by_path(tree, is_leaf=is_per_replica)
+  return frozenset(path for path, x in nodes.items() if is_per_replica(x))
 
 
 def mean_over_replicas(tree: PyTree) -> PyTree:

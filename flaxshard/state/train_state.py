@@ -60,8 +60,8 @@ class TrainState(flax_train_state.TrainState):
     opt_state: The optimizer's state, with the structure of `tx.init(params)`.
     wrappers: The wrappers, outermost first. Static.
     wrapper_states: The wrappers' states by name; `{}` without wrappers.
-    own_paths: Set inside `Strategy.run`, else empty: where the array fields, as
-      a dict by name, have a `PerReplica` outside of `run`. Static.
+    own_paths: Set inside `Strategy.run`, else empty: the paths in the state of
+      what is a `PerReplica` outside of `run`. Static.
 
   Example:
     >>> import flaxshard as fs
@@ -79,7 +79,7 @@ class TrainState(flax_train_state.TrainState):
   )
   # Inside Strategy.run a PerReplica is a plain value, so nothing else shows
   # that it must not be averaged, and must be a PerReplica again outside.
-  own_paths: frozenset[jax.tree_util.KeyPath] = struct.field(
+  own_paths: frozenset[tuple[str, ...]] = struct.field(
     pytree_node=False, default=frozenset(), kw_only=True, repr=False
   )
   # Not a field: a state without wrappers must have the leaves of Flax's class.
@@ -424,14 +424,13 @@ class TrainState(flax_train_state.TrainState):
       # The commits of wrappers with local updates reduce them.
       if in_replica and stack.reduces(self.wrappers) != "local":
         groups = stack.groups_of(self.wrappers)
+        is_own = lambda path, _: trees.path_strings(path) in self.own_paths
         collections = jax.tree.map_with_path(
           lambda path, x: (
-            x
-            if path in self.own_paths
-            else replica_context.mean_collection(x, groups)
+            x if is_own(path, x) else replica_context.mean_collection(x, groups)
           ),
           collections,
-          is_leaf=lambda path, _: path in self.own_paths,
+          is_leaf=is_own,
           is_leaf_takes_path=True,
         )
     target = base.Target(

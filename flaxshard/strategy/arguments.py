@@ -22,7 +22,6 @@ from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import values
-from flaxshard.state import fields as fields_lib
 from flaxshard.wrappers import stack
 
 PyTree = Any
@@ -221,11 +220,10 @@ def to_local(node: Any) -> Any:
   if not is_state(node):
     return node
   node = _swap_collections(node)
-  fields = fields_lib.array_fields(node)
   # Not without one: Flax's own TrainState has no field for the paths.
-  if own_paths := values.paths_of_per_replica(fields):
-    fields = jax.tree.map(to_local, fields, is_leaf=values.is_per_replica)
-    node = node.replace(**fields, own_paths=own_paths)
+  if own_paths := values.paths_of_per_replica(node):
+    node = jax.tree.map(to_local, node, is_leaf=values.is_per_replica)
+    node = node.replace(own_paths=own_paths)
   return node
 
 
@@ -247,13 +245,13 @@ def to_global(node: Any) -> Any:
   if not is_node(node):
     return values.PerReplica(node)
   if own_paths := getattr(node, "own_paths", None):
-    fields = jax.tree.map_with_path(
-      lambda path, x: values.PerReplica(x) if path in own_paths else x,
-      fields_lib.array_fields(node),
-      is_leaf=lambda path, _: path in own_paths,
+    is_own = lambda path, _: trees.path_strings(path) in own_paths
+    node = jax.tree.map_with_path(
+      lambda path, x: values.PerReplica(x) if is_own(path, x) else x,
+      node,
+      is_leaf=is_own,
       is_leaf_takes_path=True,
-    )
-    node = node.replace(**fields, own_paths=frozenset())
+    ).replace(own_paths=frozenset())
   return _swap_collections(node)
 
 

@@ -169,23 +169,16 @@ def init(
           )
       state = state._replace(collections=dict(collections))
     states[w.name] = state
-  return add_replica_axis(wrappers, states, num_replicas)
+  return map_per_replica(
+    lambda _, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
+    wrappers,
+    states,
+  )
 
 
 def keeps_collections(state: PyTree) -> bool:
   """Returns whether the state of a wrapper has a field `collections`."""
   return "collections" in getattr(state, "_fields", ())
-
-
-def add_replica_axis(
-  wrappers: Wrappers, states: States, num_replicas: int = 1
-) -> dict[str, PyTree]:
-  """Adds a leading replica axis to the per-replica leaves, by broadcasting."""
-  return map_per_replica(
-    lambda name, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
-    wrappers,
-    states,
-  )
 
 
 def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:

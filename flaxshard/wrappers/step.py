@@ -342,7 +342,9 @@ def update(
   ):
     target = apply(target, grads)
   if wrappers and context is None:
-    states = stack.add_replica_axis(wrappers, target.wrapper_states)
+    states = stack.map_per_replica(
+      lambda _, x: jnp.expand_dims(x, 0), wrappers, target.wrapper_states
+    )
     return target._replace(wrapper_states=states)
   return target
 
