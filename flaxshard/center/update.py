@@ -21,6 +21,7 @@ from flaxshard.center import train_states
 from flaxshard.center.heads import Arrays
 from flaxshard.center.train_states import Commit
 from flaxshard.center.train_states import Layout
+from flaxshard.core import gradients
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.wrappers import agn as agn_lib
@@ -162,4 +163,4 @@ def _on_cpu() -> Any:
 
 
 def _widen(x: np.ndarray) -> np.ndarray:
-  return x.astype(trees.accumulator_dtype(x.dtype))
+  return x.astype(gradients.accumulator_dtype(x.dtype))

@@ -12,12 +12,13 @@ A tree of gradients is a tree like the parameters. A leaf is one of:
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from flaxshard.core import indexed_slices
 from flaxshard.core import patterns as patterns_lib
@@ -62,6 +63,14 @@ def optimized_params(params: PyTree) -> PyTree:
   return params
 
 
+def accumulator_dtype(dtype: Any) -> Any:
+  """Returns the dtype that values of a dtype are summed or averaged in."""
+  # A sum in float16 or bfloat16 rounds away small gradients. Integers stay:
+  # float32 would not wrap around.
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if is_narrow else dtype
+
+
 def map_gradients(
   fn: Callable[[jax.Array], jax.Array], grads: PyTree
 ) -> PyTree:
@@ -93,7 +102,6 @@ def conform(tx: Any, grads: PyTree, params: PyTree) -> PyTree:
     TypeError: A leaf is not an array, or row numbers are not integers.
 
   Example:
-    >>> import optax
     >>> params = {"w": jnp.ones(()), "step": jnp.int32(0)}
     >>> grads = {"w": np.float32(1), "step": np.int32(2)}
     >>> conform(optax.sgd(0.1), grads, params)
@@ -121,7 +129,64 @@ def is_leaf(x: Any) -> bool:
   return x is None or is_indexed_slices(x)
 
 
+def deduplicate(grads: PyTree) -> PyTree:
+  """Sums the rows of equal numbers of each `IndexedSlices` in a tree.
+
+  Sums of float16 and bfloat16 are computed in float32.
+  """
+
+  def deduplicate_leaf(g: Any) -> Any:
+    if not is_indexed_slices(g) or g.is_unique:
+      return g
+    wide = g.astype(accumulator_dtype(g.dtype))
+    return wide.deduplicated().astype(g.dtype)
+
+  return jax.tree.map(deduplicate_leaf, grads, is_leaf=is_indexed_slices)
+
+
 # -- What an optimizer trains.
+
+
+class _WithAttributes(optax.GradientTransformationExtraArgs):
+  """An optimizer with attributes, which a named tuple alone cannot have."""
+
+  function: str
+
+  def __new__(cls, init: Any, update: Any, **attributes: Any) -> Self:
+    """Returns an optimizer with attributes."""
+    new = super().__new__(cls, init, update)
+    vars(new).update(attributes)
+    return new
+
+
+class Frozen(_WithAttributes):
+  """The optimizer that `flaxshard.freeze` returns.
+
+  Attributes:
+    patterns: The patterns of the frozen parameters.
+  """
+
+  function = "freeze"
+  patterns: tuple[str, ...]
+
+
+class SparseRows(_WithAttributes):
+  """The optimizer that `flaxshard.sparse_rows` returns.
+
+  Attributes:
+    inner: The optimizer that updates the rows.
+    patterns: The patterns of the tables.
+    semantics: `"lazy"` or `"tf"`.
+    argument: The name of the patterns, for errors.
+    shardings: Those of the parameters whose rows a mesh splits, by path.
+  """
+
+  function = "sparse_rows"
+  inner: Any
+  patterns: tuple[str, ...]
+  semantics: str
+  argument: str
+  shardings: Mapping[trees.Path, jax.sharding.NamedSharding]
 
 
 def trained(
@@ -135,12 +200,12 @@ def trained(
     selected: The paths of those to train; None for all.
 
   Example:
-    >>> import flaxshard as fs, optax
+    >>> import flaxshard as fs
     >>> tx = fs.freeze(optax.sgd(0.1), ["a"])
     >>> trained(tx, {"a": 1.0, "b": 2.0, "c": 3})
     {'a': None, 'b': 2.0, 'c': None}
   """
-  frozen = getattr(tx, "frozen", ())
+  frozen = frozen_patterns(tx)
 
   def choose(path: trees.Path, x: Any) -> Any:
     if not (has_gradient(path, x) or is_statistic(path)):
@@ -164,8 +229,13 @@ def tables(tx: Any, trained: PyTree) -> PyTree | None:
   Returns:
     A tree of booleans like `trained`.
   """
-  patterns = getattr(tx, "tables", ())
-  return matching(patterns, trained) if patterns else None
+  return matching(tx.patterns, trained) if isinstance(tx, SparseRows) else None
+
+
+def frozen_patterns(tx: Any) -> tuple[str, ...]:
+  """Returns the patterns of what an optimizer does not train."""
+  inner = tx.inner if isinstance(tx, SparseRows) else tx
+  return inner.patterns if isinstance(inner, Frozen) else ()
 
 
 def matching(patterns: Sequence[str], params: PyTree) -> PyTree:
@@ -199,7 +269,7 @@ def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
   def zeros(path: trees.Path, p: Any) -> jax.Array | None:
     if is_statistic(path):
       return None
-    dtype = trees.accumulator_dtype(trees.dtype_of(p))
+    dtype = accumulator_dtype(trees.dtype_of(p))
     return jnp.zeros(jnp.shape(p), dtype)
 
   return jax.tree_util.tree_map_with_path(zeros, trained(tx, params))
@@ -218,7 +288,7 @@ def all_finite(grads: PyTree) -> jax.Array:
 
   Args:
     grads: A tree of gradients. Leaves without a gradient do not count. Rows are
-      those that `deduplicated` returns.
+      those that `deduplicate` returns.
 
   Returns:
     A bool scalar.
@@ -258,7 +328,7 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
     ['b/c']
   """
   flat = jax.tree_util.tree_leaves_with_path(
-    indexed_slices.deduplicate(grads), is_leaf=is_indexed_slices
+    deduplicate(grads), is_leaf=is_indexed_slices
   )
   return [
     trees.path_string(path)

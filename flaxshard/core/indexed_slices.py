@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.core import trees
-
 PyTree = Any
 
 
@@ -167,7 +165,7 @@ class IndexedSlices:
     )
 
   def deduplicated(self) -> IndexedSlices:
-    """Sums the rows of equal numbers, those of 16 bits in float32.
+    """Sums the rows of equal numbers.
 
     Returns:
       Sorted, distinct row numbers, then padding: the number `dense_shape[0]`
@@ -189,8 +187,7 @@ class IndexedSlices:
     indices = indices[order]
     position = jnp.cumsum(jnp.diff(indices, prepend=indices[:1]) != 0)
     is_row = (indices < rows).reshape(-1, *[1] * (self.ndim - 1))
-    wide = self.values.astype(trees.accumulator_dtype(self.dtype))
-    values = jnp.where(is_row, wide[order], 0)
+    values = jnp.where(is_row, self.values[order], 0)
     return IndexedSlices(
       jnp.full(size, rows, indices.dtype)
       .at[position]
@@ -198,7 +195,7 @@ class IndexedSlices:
       jax.ops.segment_sum(values, position, size, indices_are_sorted=True),
       self.dense_shape,
       is_unique=True,
-    ).astype(self.dtype)
+    )
 
   def split(self, parts: int) -> IndexedSlices:
     """Sorts distinct rows into blocks, one for each part of the array.
@@ -362,15 +359,6 @@ def find(tree: PyTree) -> dict[tuple[Any, ...], IndexedSlices]:
   """Returns the `IndexedSlices` of a tree, by path."""
   flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_indexed_slices)
   return {path: x for path, x in flat if is_indexed_slices(x)}
-
-
-def deduplicate(tree: PyTree) -> PyTree:
-  """Sums the rows of equal numbers of each `IndexedSlices` in a tree."""
-  return jax.tree.map(
-    lambda x: x.deduplicated() if is_indexed_slices(x) else x,
-    tree,
-    is_leaf=is_indexed_slices,
-  )
 
 
 def to_dense(tree: PyTree, *, keep: Container[Any] = ()) -> PyTree:

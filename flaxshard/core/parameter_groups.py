@@ -6,9 +6,9 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import functools
-from typing import Any, Self
+from typing import Any
 
 import jax
 import optax
@@ -23,7 +23,7 @@ PyTree = Any
 
 def freeze(
   tx: Any, patterns: Sequence[str], *, argument: str = "freeze: patterns"
-) -> Frozen:
+) -> gradients.Frozen:
   """Returns an optimizer that does not train some of the parameters.
 
   A `TrainState` with this optimizer computes no gradient for a frozen
@@ -64,7 +64,7 @@ def freeze(
     >>> {name: float(p["w"]) for name, p in state.params.items()}
     {'encoder': 1.0, 'head': 0.75}
   """
-  _check_order("freeze", tx, SparseRows)
+  _check_order("freeze", tx, gradients.SparseRows)
   patterns = patterns_lib.check(argument, patterns)
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
@@ -102,7 +102,7 @@ def freeze(
         extra["value_fn"] = lambda trained: value_fn(complete(trained))
     return inner.update(updates, state, params, **extra)
 
-  return Frozen(init, update, frozen=patterns)
+  return gradients.Frozen(init, update, patterns=patterns)
 
 
 def scale_learning_rates(
@@ -141,7 +141,9 @@ def scale_learning_rates(
     >>> {name: float(update) for name, update in updates.items()}
     {'body': -0.25, 'head': -0.5}
   """
-  _check_order("scale_learning_rates", tx, SparseRows, Frozen)
+  _check_order(
+    "scale_learning_rates", tx, gradients.SparseRows, gradients.Frozen
+  )
   factors = check_factors(argument, factors)
   if not factors:
     raise ValueError(f"{argument} must have at least one pair.")
@@ -186,51 +188,7 @@ def check_factors(argument: str, factors: Any) -> tuple[tuple[str, float], ...]:
   )
 
 
-class _WithAttributes(optax.GradientTransformationExtraArgs):
-  """An optimizer with attributes, which a named tuple alone cannot have."""
-
-  function: str
-
-  def __new__(cls, init: Any, update: Any, **attributes: Any) -> Self:
-    """Returns an optimizer with attributes."""
-    new = super().__new__(cls, init, update)
-    vars(new).update(attributes)
-    return new
-
-
-class Frozen(_WithAttributes):
-  """The optimizer that `freeze` returns.
-
-  Attributes:
-    frozen: The patterns of the frozen parameters.
-  """
-
-  function = "freeze"
-  frozen: tuple[str, ...]
-
-
-class SparseRows(_WithAttributes):
-  """The optimizer that `flaxshard.sparse_rows` returns.
-
-  Attributes:
-    inner: The optimizer that updates the rows.
-    tables: The patterns of the tables.
-    frozen: Those of the parameters that `inner` does not train.
-    semantics: `"lazy"` or `"tf"`.
-    argument: The name of the patterns, for errors.
-    shardings: Those of the parameters whose rows a mesh splits, by path.
-  """
-
-  function = "sparse_rows"
-  inner: Any
-  tables: tuple[str, ...]
-  frozen: tuple[str, ...]
-  semantics: str
-  argument: str
-  shardings: Mapping[trees.Path, jax.sharding.NamedSharding]
-
-
-def _check_order(function: str, tx: Any, *outer: type[_WithAttributes]) -> None:
+def _check_order(function: str, tx: Any, *outer: type[Any]) -> None:
   """Raises if `tx` is a result of a function that must be called later."""
   if isinstance(tx, outer):
     raise ValueError(

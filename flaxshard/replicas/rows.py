@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from flaxshard.core import trees
+from flaxshard.core import gradients
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
@@ -52,7 +52,7 @@ def reduce(
     total = IndexedSlices(
       _gather(slices.indices, groups),
       # Cast only now: float16 rows travel as they are.
-      values.astype(trees.accumulator_dtype(slices.dtype)),
+      values.astype(gradients.accumulator_dtype(slices.dtype)),
       slices.dense_shape,
     ).deduplicated()
   else:
@@ -78,7 +78,7 @@ def gather_is_smaller(slices: IndexedSlices, count: int) -> bool:
   """
   row = math.prod(slices.dense_shape[1:])
   gathered = (count - 1) * slices.indices.size * row * slices.dtype.itemsize
-  wide = trees.accumulator_dtype(slices.dtype).itemsize
+  wide = gradients.accumulator_dtype(slices.dtype).itemsize
   # An all-reduce scatters the sums, and gathers them. The row numbers are
   # gathered either way.
   reduced = 2 * (count - 1) * slices.dense_shape[0] * row * wide // count
@@ -118,7 +118,7 @@ def _gather_dimension(x: jax.Array, mesh: Any) -> jax.Array:
 
 def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
   """Returns the sum, by an all-reduce of the whole array."""
-  dense = slices.astype(trees.accumulator_dtype(slices.dtype)).to_dense()
+  dense = slices.astype(gradients.accumulator_dtype(slices.dtype)).to_dense()
   with jax.named_scope(_SCOPE):
     total = jax.lax.psum(dense, mesh_lib.REPLICA, axis_index_groups=groups)
   indices = _gather(slices.indices, groups)

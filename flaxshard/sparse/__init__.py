@@ -1,10 +1,10 @@
 """Row-sparse gradients, and optimizers that update rows of tables."""
 
+from flaxshard.core.gradients import SparseRows
 from flaxshard.core.indexed_slices import global_norm
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.core.indexed_slices import to_dense
-from flaxshard.core.parameter_groups import SparseRows
 from flaxshard.sparse.optimizer import sparse_rows
 
 __all__ = [

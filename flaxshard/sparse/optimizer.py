@@ -18,7 +18,7 @@ from flaxshard.core import indexed_slices
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import tf_optimizers
 from flaxshard.core import trees
-from flaxshard.core.parameter_groups import SparseRows
+from flaxshard.core.gradients import SparseRows
 from flaxshard.sparse import row_update
 
 PyTree = Any
@@ -190,8 +190,7 @@ def _create(
     init,
     update,
     inner=tx,
-    tables=patterns,
-    frozen=getattr(tx, "frozen", ()),
+    patterns=patterns,
     semantics=semantics,
     argument=argument,
     shardings=shardings,
@@ -327,7 +326,7 @@ def with_shardings(tx: Any, params: PyTree) -> Any:
   if not isinstance(tx, SparseRows):
     return tx
   split = row_update.split_over_devices(params).items()
-  return _create(tx.inner, tx.tables, tx.semantics, tx.argument, *split)
+  return _create(tx.inner, tx.patterns, tx.semantics, tx.argument, *split)
 
 
 def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:
@@ -355,20 +354,21 @@ def _find_tables(tx: SparseRows, params: PyTree) -> list[trees.Path]:
   Raises:
     PatternError: A pattern matches no parameter, or one that is no table.
   """
-  patterns_lib.check_used(tx.argument, tx.tables, trees.names(params))
+  patterns_lib.check_used(tx.argument, tx.patterns, trees.names(params))
+  frozen = gradients.frozen_patterns(tx)
   tables = [
     (path, p)
     for path, p in jax.tree_util.tree_leaves_with_path(params)
-    if gradients.matches(tx.tables, params, path)
-    and not gradients.matches(tx.frozen, params, path)
+    if gradients.matches(tx.patterns, params, path)
+    and not gradients.matches(frozen, params, path)
   ]
   for path, p in tables:
     dtype, shape = trees.dtype_of(p), jnp.shape(p)
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.floating):
       name = trees.path_string(path)
-      pattern: Any = patterns_lib.first_match(tx.tables, name)
+      pattern: Any = patterns_lib.first_match(tx.patterns, name)
       raise patterns_lib.PatternError(
-        f"{tx.argument}[{pattern}]={tx.tables[pattern]!r} matches {name}, "
+        f"{tx.argument}[{pattern}]={tx.patterns[pattern]!r} matches {name}, "
         f"{dtype}{list(shape)}, which is not a table: a floating-point array "
         "with two dimensions."
       )

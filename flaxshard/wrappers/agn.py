@@ -457,7 +457,7 @@ class AGN(base.Base):
 
 
 def _widen(x: jax.Array) -> jax.Array:
-  return x.astype(trees.accumulator_dtype(x.dtype))
+  return x.astype(gradients.accumulator_dtype(x.dtype))
 
 
 def warn_of_short_period(agn: AGN, count: int, noun: str) -> None:

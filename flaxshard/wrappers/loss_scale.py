@@ -14,7 +14,6 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
-from flaxshard.core import indexed_slices
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
@@ -286,7 +285,7 @@ class LossScale(base.Base):
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
       raise TypeError(f"loss must be floating-point, got {loss.dtype}.")
-    dtype = trees.accumulator_dtype(loss.dtype)
+    dtype = gradients.accumulator_dtype(loss.dtype)
     return loss.astype(dtype) * state.scale.astype(dtype)
 
   def unscale_gradients(self, state: State, grads: PyTree) -> PyTree:
@@ -326,7 +325,7 @@ class LossScale(base.Base):
       scale = jnp.array(rule.loss_scale, jnp.float32)
       return next(target, grads), state._replace(scale=scale)
     # Once, for the finite check and for the update in the branch.
-    grads = indexed_slices.deduplicate(grads)
+    grads = gradients.deduplicate(grads)
     finite = gradients.all_finite(grads)
     context = replica_context.get_replica_context()
     if context is not None and not context.gradients_reduced:
@@ -383,7 +382,7 @@ def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
   factor, divisor = jax.lax.optimization_barrier((factor, scale * factor))
 
   def divide(x: jax.Array) -> jax.Array:
-    x = x.astype(trees.accumulator_dtype(x.dtype))
+    x = x.astype(gradients.accumulator_dtype(x.dtype))
     return x * factor.astype(x.real.dtype) / divisor.astype(x.real.dtype)
 
   return divide
