@@ -420,8 +420,7 @@ class Checkpointer:
         Or a dict of some of the states that were saved as a dict.
       step: The step to restore; None is the latest that is not damaged.
       data: An iterator to set to the position that was saved with the state,
-        with its method `set_state`. If it has a method `start_prefetch`, that
-        is called afterwards, to begin reading ahead.
+        with its method `set_state`.
 
     Returns:
       The restored state, with arrays for all leaves.

@@ -121,8 +121,6 @@ def restore_step(
     # Not before: a damaged step must leave the data where it is.
     with multihost.raise_on_all_processes(TypeError, ValueError):
       data.set_state(position)
-      if hasattr(data, "start_prefetch"):
-        data.start_prefetch()
   return restored if isinstance(state, Mapping) else restored[""]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 import dataclasses
-import functools
 import itertools
 from typing import Any, ClassVar, TYPE_CHECKING
 
@@ -65,8 +64,7 @@ def train_iterator(
   checks.integer("seed", seed, minimum=0)
   sources.check_batch_size("batch_size", batch_size, splits)
   if sources.is_stream(splits.train):
-    make_batch = functools.partial(sources.make_batch, collate=collate)
-    return StreamIterator(splits, batch_size, frozenset(rows), seed, make_batch)
+    return StreamIterator(splits, batch_size, frozenset(rows), seed, collate)
   import grain  # takes about a second
 
   examples = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
@@ -142,14 +140,14 @@ class StreamIterator:
     batch_size: Number of examples in a global batch.
     rows: The rows of each global batch to return.
     seed: Seed of the augmentation.
-    make_batch: Makes a batch of a sequence of examples.
+    collate: Makes a batch of a sequence of examples; None stacks their arrays.
   """
 
   splits: Splits
   batch_size: int
   rows: Container[int]
   seed: int
-  make_batch: Callable[[Sequence[Any]], Example]
+  collate: sources.Collate | None
   position_is_global: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
@@ -173,7 +171,7 @@ class StreamIterator:
           example = augment(example, rng)
         examples.append(example)
       self._total += 1
-    return self.make_batch(examples)
+    return sources.make_batch(examples, self.collate)
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position."""

@@ -20,17 +20,15 @@ from flaxshard.data import sharding
 
 PyTree = Any
 
-_CLOSE_TIMEOUT = 5  # seconds
-
 
 class DistributedIterator:
   """An iterator over global batches, which it puts on the devices.
 
-  A thread reads ahead. It starts with the first batch, or with
-  `start_prefetch`. It ends after the last batch, with `close` or the `with`
-  block, or when the iterator is garbage-collected. Do not use the source while
-  the thread runs: the thread advances it. When the thread has ended, the source
-  stands after the last batch that was read ahead.
+  A thread reads ahead. It starts with the first batch. It ends after the last
+  batch, with `close` or the `with` block, or when the iterator is
+  garbage-collected. Do not use the source while the thread runs: the thread
+  advances it. When the thread has ended, the source stands after the last batch
+  that was read ahead.
 
   The position is that after the last batch returned, however far the thread has
   read. `flaxshard.Checkpointer` saves and restores it like the position of a
@@ -89,7 +87,8 @@ class DistributedIterator:
     """Returns the next batch, or raises the error of the source."""
     if self.has_ended:
       raise StopIteration
-    self.start_prefetch()
+    if self._prefetch_size and self._prefetch is None:
+      self._prefetch = _Prefetch(self, self._read, self._prefetch_size)
     item = self._read() if self._prefetch is None else self._prefetch.get()
     if item.error is None:
       self._state = item.state
@@ -103,11 +102,6 @@ class DistributedIterator:
     finally:
       # The traceback refers to this frame: without `item` there is no cycle.
       del item
-
-  def start_prefetch(self) -> None:
-    """Starts to read ahead now, instead of with the first batch."""
-    if self._prefetch_size and self._prefetch is None and not self.has_ended:
-      self._prefetch = _Prefetch(self, self._read, self._prefetch_size)
 
   def get_state(self) -> Any:
     """Returns the position of the source after the last batch returned.
@@ -157,18 +151,15 @@ class DistributedIterator:
       ...   print(next(iterator))
       [4 5]
     """
-    match self._state:
-      case {"next_index": index, **others} if (
-        self.position_is_global and not others
-      ):
-        self.set_state({"next_index": index + count})
-      case _:
-        for _ in range(count):
-          next(self)
+    if self.position_is_global and list(self._state or ()) == ["next_index"]:
+      self.set_state({"next_index": self._state["next_index"] + count})
+      return
+    for _ in range(count):
+      next(self)
 
   def close(self) -> None:
     """Ends the iterator; waits up to 5 seconds for the thread's read."""
-    self._stop_prefetch(_CLOSE_TIMEOUT)
+    self._stop_prefetch(timeout=5.0)
     self.has_ended = True
 
   def __enter__(self) -> DistributedIterator:

@@ -210,10 +210,8 @@ def stack(examples: Sequence[Mapping[str, Any]]) -> Example:
     >>> stack([{"inputs": 1}, {"inputs": 2}])["inputs"].tolist()
     [1, 2]
   """
-  first: dict[str, tuple[int, ...]] = {}
-  for example in examples:
-    shapes = {key: np.shape(x) for key, x in example.items()}
-    first = first or shapes
+  first, *others = ({k: np.shape(x) for k, x in e.items()} for e in examples)
+  for shapes in others:
     if shapes != first:
       raise ValueError(
         f"config.data: every example must have the shapes {first}, got "

@@ -153,8 +153,6 @@ class Apply:
       mutable=[*(self.collections if self.train else ()), *mutable],
       **kwargs,
     )
-    if not self.train:
-      new = {name: new[name] for name in mutable if name in new}
     return outputs, _restore_keys(dict(new), given)
 
 

@@ -112,11 +112,7 @@ class Stream:
     """Goes on after the next batches, which are not made."""
     self.set_state({"step": self.step + count})
 
-  def __enter__(self) -> Stream:
-    """Returns itself."""
-    return self
-
-  def __exit__(self, *error: object) -> None:
+  def close(self) -> None:
     """Ends the generator of the task, whose `finally` blocks run."""
     close = getattr(self._batches, "close", None)
     if close is not None:

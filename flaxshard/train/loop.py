@@ -148,7 +148,8 @@ def _run(
     # From here on a signal ends the run with a checkpoint.
     stop_request = stack.enter_context(endings.StopRequest())
     # A task may make a batch from the newest state.
-    batches = stack.enter_context(setup.open_train_batches(lambda: state))
+    batches = setup.open_train_batches(lambda: state)
+    stack.callback(batches.close)
     checkpointer = stack.enter_context(
       same_run.open_checkpointer(config, workdir)
     )

@@ -344,7 +344,7 @@ class Setup:
   # The data.
 
   def open_train_batches(self, newest_state: Callable[[], TrainState]) -> Any:
-    """Returns an iterator over the training batches, a context manager.
+    """Returns an iterator over the training batches, to be closed.
 
     Args:
       newest_state: Returns the newest train state, from which a task may make
