@@ -55,10 +55,6 @@ class Rngs(Mapping[str, jax.Array]):
     # CRC-32: Python's hashes of strings differ between processes.
     return jax.random.fold_in(self.key, zlib.crc32(name.encode()))
 
-  def __contains__(self, name: object) -> bool:
-    """Returns True for every name."""
-    return isinstance(name, str)
-
   def __iter__(self) -> Iterator[str]:
     """Iterates over the streams that a model gets by default."""
     return iter(("dropout", "params"))

@@ -288,7 +288,7 @@ def evaluate(
     rng=setup.replicate(rng),
   )
   if task.evaluate is None:
-    values = evaluation.means() if setup.has_eval_data else {}
+    values = evaluation.means() if setup.num_eval_examples else {}
   else:
     values = check_numbers(f"{task.name}.evaluate", task.evaluate(evaluation))
     # Other code may compute another value in each process.
@@ -311,7 +311,7 @@ def check_metrics(setup: Setup) -> None:
   """
   task = setup.task
   names = []
-  if setup.has_eval_data:
+  if setup.num_eval_examples:
     fields = vars(task.metrics).get("__annotations__", {})
     names = [f"eval_{name}" for name in fields]
   # A collection may compute other numbers than those of its fields.

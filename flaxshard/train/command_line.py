@@ -64,7 +64,8 @@ def report_mistakes(verbose: bool = False, hint: str = "") -> Iterator[None]:
     # JAX adds notes too, to what is raised in a trace.
     notes = getattr(error, "__notes__", ())
     is_of_config = any(note.startswith(files.NOTE) for note in notes)
-    if verbose or is_of_config or not _is_raised_by_flaxshard(error):
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if verbose or is_of_config or not raised_in.startswith(_PACKAGE):
       raise
     code = 1
     message = f"flaxshard: {error}{hint}"
@@ -88,11 +89,6 @@ def report_mistakes(verbose: bool = False, hint: str = "") -> Iterator[None]:
   if failures.has_failed():
     failures.end(code)
   raise SystemExit(code)
-
-
-def _is_raised_by_flaxshard(error: BaseException) -> bool:
-  frames = traceback.extract_tb(error.__traceback__)
-  return bool(frames) and frames[-1].filename.startswith(_PACKAGE)
 
 
 @report_mistakes()

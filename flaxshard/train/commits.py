@@ -7,7 +7,6 @@ the store what the workers commit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import contextlib
 import logging
 import signal
@@ -196,18 +195,13 @@ def synchronize(workdir: str) -> None:
     while not (signums or has_begun()):
       time.sleep(_PAUSE_SECONDS)
     if not signums:
-      state = _abstract_state(facts_lib.read(objects))
-      merge.synchronize(objects, state, lambda: bool(signums))
+      facts = facts_lib.read(objects)
+      if "config" not in facts:
+        raise ValueError(
+          "--synchronize needs a run from a config: the workers of this one "
+          "have a loop of their own, and merge themselves."
+        )
+      setup = load.plan(config_lib.check(facts["config"]), facts["example"])
+      merge.synchronize(objects, setup.abstract_state, lambda: bool(signums))
     if signums:
       raise SystemExit(128 + signums[0])
-
-
-def _abstract_state(facts: Mapping[str, Any]) -> TrainState:
-  """Returns the shapes and dtypes of the state of a run's workers."""
-  if "config" not in facts:
-    raise ValueError(
-      "--synchronize needs a run from a config: the workers of this one have "
-      "a loop of their own, and merge themselves."
-    )
-  config = config_lib.check(facts["config"])
-  return load.plan(config, facts["example"]).abstract_state

@@ -16,13 +16,28 @@ import jax
 def show_log(*, always: bool = False) -> Iterator[None]:
   """Prints the log of flaxshard within the block, from INFO on.
 
+  Each of Python's warnings is shown once. Python alone shows it again after any
+  library has changed the filters, so that a step that is traced twice warns
+  twice.
+
   Args:
-    always: Whether to do so also if logging is configured: if the root logger
-      or that of flaxshard has a level or a handler that Python's defaults do
-      not have.
+    always: Whether to print the log also if logging is configured: if the root
+      logger or that of flaxshard has a level or a handler that Python's
+      defaults do not have.
   """
   log = logging.getLogger("flaxshard")
+  show, shown = warnings.showwarning, set()
+
+  def show_once(
+    message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any
+  ) -> None:
+    if (str(message), category) not in shown:
+      shown.add((str(message), category))
+      show(message, category, *args, **kwargs)
+
   with contextlib.ExitStack() as stack:
+    stack.callback(setattr, warnings, "showwarning", show)
+    warnings.showwarning = show_once
     stack.callback(log.setLevel, log.level)
     stack.callback(setattr, log, "propagate", log.propagate)
     if always or not _is_logging_configured():
@@ -66,30 +81,6 @@ def _is_logging_configured() -> bool:
 def _stream() -> TextIO:
   # A notebook shows standard error on red ground.
   return sys.stdout if in_notebook() else sys.stderr
-
-
-@contextlib.contextmanager
-def show_warnings_once() -> Iterator[None]:
-  """Shows each of Python's warnings once within the block.
-
-  Python alone shows it again after any library has changed the filters, so that
-  a step that is traced twice warns twice.
-  """
-  show = warnings.showwarning
-  seen = set()
-
-  def show_new(
-    message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any
-  ) -> None:
-    if (str(message), category) not in seen:
-      seen.add((str(message), category))
-      show(message, category, *args, **kwargs)
-
-  warnings.showwarning = show_new
-  try:
-    yield
-  finally:
-    warnings.showwarning = show
 
 
 @contextlib.contextmanager

@@ -90,11 +90,7 @@ def train_and_evaluate(
       checkpoint is saved. The code is 128 plus the number of the signal. In
       IPython, Ctrl-C or Stop returns the saved state instead.
   """
-  with (
-    console.show_log(),
-    console.show_warnings_once(),
-    failures.share(),
-  ):
+  with console.show_log(), failures.share():
     config = config_lib.check(config, task)
     workdir = files.absolute(workdir)
     rank = devices.find_rank(config, worker_id, num_workers, start_timeout)

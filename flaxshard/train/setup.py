@@ -69,8 +69,8 @@ class Setup:
     known: The shapes of the data, if they are known: nothing is read.
 
   Attributes:
-    has_eval_data: Whether there is evaluation data.
     num_train_examples: Number of training examples; None if it is not known.
+    num_eval_examples: Number of evaluation examples; 0 if there are none.
     batch_size: Examples in a batch, of this worker alone if there are several.
     schedule: The learning rate, as a function of the applied updates.
     abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
@@ -106,10 +106,9 @@ class Setup:
     self.task, self.shapes, self.splits = load.load(
       config, task, shapes_only=shapes_only, known=known
     )
-    self.has_eval_data = False
-    self.num_train_examples = None
+    self.num_train_examples, self.num_eval_examples = None, 0
     if self.splits is not None:
-      self.has_eval_data = self.splits.eval is not None
+      self.num_eval_examples = len(self.splits.eval or ())
       self.num_train_examples = sources.check_batch_size(
         "config.batch_size", config.batch_size, self.splits
       )
@@ -280,11 +279,9 @@ class Setup:
 
     It returns the metrics with those of the batch merged into them.
     """
-    count = 0
+    is_padded = self.num_eval_examples % self.batch_size > 0
     # A task's own evaluation need not use the metrics.
-    if self.has_eval_data and self.task.evaluate is None:
-      count = len(self.splits.eval)  # type: ignore[union-attr, arg-type]
-    is_padded = count % self.batch_size > 0
+    is_padded &= self.task.evaluate is None
     return jax.jit(
       functools.partial(steps.eval_step, self.task, is_padded=is_padded)
     )
@@ -374,7 +371,7 @@ class Setup:
     Raises:
       ValueError: There is no evaluation data.
     """
-    if not self.has_eval_data:
+    if not self.num_eval_examples:
       raise ValueError(
         f"{self.task.name}.evaluate: there is no evaluation data."
       )

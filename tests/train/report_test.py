@@ -235,7 +235,7 @@ def test_a_python_warning_is_shown_once_although_filters_change():
 
   with warnings.catch_warnings(record=True) as shown:
     warnings.simplefilter("default")
-    with console.show_warnings_once():
+    with console.show_log():
       for text in ("a", "a", "b", "a"):
         trace(text)
     trace("a")
