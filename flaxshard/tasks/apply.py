@@ -160,12 +160,7 @@ def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> Apply:
     train: Whether the model is in training mode.
     rngs: The streams of a call that passes none.
   """
-  return Apply(
-    collections=fields_lib.collections(state),
-    default_rngs=rngs,
-    apply_fn=state.apply_fn,
-    train=train,
-  )
+  return Apply(fields_lib.collections(state), rngs, state.apply_fn, train)
 
 
 def _nnx_method(
