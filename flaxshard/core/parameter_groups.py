@@ -135,7 +135,8 @@ def scale_learning_rates(
       parameters.
 
   Example:
-    >>>     >>> params = {"body": jnp.ones(()), "head": jnp.ones(())}
+    >>> import jax.numpy as jnp
+    >>> params = {"body": jnp.ones(()), "head": jnp.ones(())}
     >>> tx = scale_learning_rates(optax.sgd(0.25), [("head", 2.0)])
     >>> updates, _ = tx.update(params, tx.init(params), params)
     >>> {name: float(update) for name, update in updates.items()}
