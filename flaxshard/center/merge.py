@@ -13,7 +13,7 @@ When it ends, the workers merge again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 import time
@@ -34,6 +34,10 @@ _PAUSE_LOOKS = 4.0
 
 # The pause between two looks of the synchronizer whether the run has ended.
 _SYNCHRONIZER_SECONDS = 0.2
+
+# Seconds between two deletions of older versions: somebody may be about to read
+# one from far away.
+_SWEEP_SECONDS = 2.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,6 +62,7 @@ class Merger:
     self._options = self.layout.agn.transport
     # When the commits that wait were seen first.
     self._came: dict[heads.Key, float] = {}
+    self._swept = time.monotonic()
     self.watch = store.Watch(self._look)
 
   def has_ended(self, wait: float = 0.0) -> bool:
@@ -89,6 +94,9 @@ class Merger:
     found = heads.read(self.objects)
     if found.finished:
       return None
+    if start - self._swept > _SWEEP_SECONDS:
+      self._swept = start
+      self._sweep(found, mine)
     keys = [k for k in heads.find_commits(self.objects) if k.fragment in mine]
     taken = [key for key in keys if key.is_in(found.heads[key.fragment])]
     self.objects.delete(map(str, taken))
@@ -96,8 +104,7 @@ class Merger:
     self._came = {key: self._came.get(key, start) for key in keys}
     if last and not keys:
       heads.swap(self.objects, found, finished=True)
-      for fragment, head in enumerate(found.heads):
-        self.objects.delete_before(head.keys(fragment))
+      self._sweep(found, mine)
       return 0.0
     chosen = {fragment: self._choose(fragment, last) for fragment in mine}
     for fragment, keys in chosen.items():
@@ -150,9 +157,12 @@ class Merger:
         self.objects, fragment, version, parts, taken, len(good)
       )
     heads.replace(self.objects, found, fragment, new)
-    # Older ones, also of mergers that ended before their swap. The last one
-    # stays: somebody may be about to read it from far away.
-    self.objects.delete_before(head.keys(fragment))
+
+  def _sweep(self, found: heads.Heads, fragments: Sequence[int]) -> None:
+    """Deletes older versions, also of mergers that ended before their swap."""
+    for fragment in fragments:
+      for key in found.heads[fragment].keys(fragment):
+        self.objects.delete_before(key)
 
 
 def synchronize(

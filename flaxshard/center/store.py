@@ -137,10 +137,10 @@ class Objects:
     """Deletes objects; missing ones are ignored."""
     self._run("written", lambda key: self._kv.write(key, None), keys)
 
-  def delete_before(self, keys: Iterable[str]) -> None:
-    """Deletes what is sorted before any of the keys among those of its kind."""
-    older = [ts.KvStore.KeyRange(f"{_kind_of(key)}/", key) for key in keys]
-    self._run("written", self._kv.delete_range, older)
+  def delete_before(self, key: str) -> None:
+    """Deletes the objects of the kind of a key that are sorted before it."""
+    older = ts.KvStore.KeyRange(f"{_kind_of(key)}/", key)
+    self._run("written", self._kv.delete_range, [older])
 
   def keys(self, prefix: str) -> list[str]:
     """Returns the keys that begin with a prefix, sorted."""

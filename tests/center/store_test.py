@@ -61,7 +61,7 @@ def test_objects_of_unique_names(url):
   assert one.keys("center/0/") == ["center/0/1-a", "center/0/2-b"]
   assert one.keys("c") == ["center/0/1-a", "center/0/2-b", "center/10/1"]
   assert one.keys("commit/") == one.read_all([]) == []
-  one.delete_before(["slots/1/1-b"])
+  one.delete_before("slots/1/1-b")
   assert one.keys("slots/") == ["slots/0/1", "slots/1/1-b", "slots/1/2"]
   one.delete(["center/0/1-a", "missing"])
   assert two.keys("center/0/") == ["center/0/2-b"]
