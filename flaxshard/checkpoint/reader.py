@@ -154,7 +154,7 @@ def open_step(where: Any, plain_item: str | None = None) -> Leaves:
   # Before Orbax reads anything: it returns wrong values for flipped bits.
   # Each process compares a part, with one result for all.
   with multihost.raise_on_all_processes(*ERRORS):
-    step_files.verify(where, jax.process_index(), jax.process_count())
+    step_files.verify(where)
   with multihost.raise_on_all_processes(*ERRORS):
     return open_unverified(where, plain_item)
 
@@ -165,9 +165,9 @@ def open_unverified(where: Any, plain_item: str | None = None) -> Leaves:
     return _msgpack_leaves(where)
   there = step_files.trees_in(where)
   names = step_files.PLAIN if plain_item is None else (plain_item,)
-  plain = there.pop("", None) if plain_item is None else None
-  for name in names:
-    plain = plain or there.get(name)
+  # The directory itself is the train state if it is a tree.
+  places = ("", *names) if plain_item is None else names
+  plain = next((there[name] for name in places if name in there), None)
   if plain is None:
     others = sorted(there.keys() - {"", step_files.WRAPPERS})
     # Another program names its items as it likes: nothing is lost.

@@ -21,6 +21,7 @@ from typing import Any
 import zlib
 
 from etils import epath
+import jax
 
 from flaxshard.core import files as files_lib
 
@@ -232,17 +233,13 @@ def _is_newer_item(tree: Directory) -> bool:
   return _ARRAYS in names and _STEP_METADATA not in names
 
 
-def verify(
-  step_dir: Directory, part: int = 0, parts: int = 1, *, contents: bool = True
-) -> bool:
-  """Compares the files of a step with their digests.
+def verify(step_dir: Directory, *, contents: bool = True) -> bool:
+  """Compares the files of a step with their digests, each process a part.
 
   Orbax's marks `commit_success.txt`, of which nothing is read, do not count.
 
   Args:
     step_dir: Path of the directory of the step, or of an item of it.
-    part: Index of the part of the files to compare, for several processes.
-    parts: Number of parts that the files are divided into.
     contents: Whether to read the files; otherwise only sizes are compared.
 
   Returns:
@@ -288,5 +285,6 @@ def verify(
       raise Damaged(f"{path} has crc32 {found[1]:08x}, {crc:08x} was written.")
     return crc
 
+  part = sorted(digests)[jax.process_index() :: jax.process_count()]
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    return None not in list(pool.map(compare, sorted(digests)[part::parts]))
+    return None not in list(pool.map(compare, part))
