@@ -54,12 +54,7 @@ class CNN(nn.Module):
     """
     # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
     checks.number("dropout", self.dropout, minimum=0, below=1)
-    # Flax's Conv treats an input of three dimensions as one unbatched image.
-    if inputs.ndim != 4:
-      raise ValueError(
-        "inputs must have shape [batch, height, width, channels], "
-        f"got {inputs.shape}."
-      )
+    pooling.check_images(inputs)
     # A pooling of less than one window returns an empty image, or an error.
     smallest = 2 ** len(self.features)
     if min(inputs.shape[1:3]) < smallest:

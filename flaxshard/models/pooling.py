@@ -1,4 +1,4 @@
-"""Max pooling whose gradient is computed where its examples are."""
+"""Max pooling of images whose gradient is computed where its examples are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import functools
 
 import jax
 import jax.numpy as jnp
+
+
+def check_images(inputs: jax.Array) -> None:
+  """Raises a ValueError if inputs are no batch of images."""
+  # Flax's Conv treats an input of three dimensions as one unbatched image.
+  if inputs.ndim != 4:
+    raise ValueError(
+      "inputs must have shape [batch, height, width, channels], "
+      f"got {inputs.shape}."
+    )
 
 
 def max_pool(

@@ -102,12 +102,7 @@ class ResNet(nn.Module):
     Raises:
       ValueError: The inputs do not have four dimensions.
     """
-    # Flax's Conv treats an input of three dimensions as one unbatched image.
-    if inputs.ndim != 4:
-      raise ValueError(
-        "inputs must have shape [batch, height, width, channels], "
-        f"got {inputs.shape}."
-      )
+    pooling.check_images(inputs)
     dtypes = self.policy.dtypes
     # Explicit padding: with a stride, "SAME" pads even sizes on one side only.
     conv: Any = functools.partial(

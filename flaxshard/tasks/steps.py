@@ -154,9 +154,7 @@ class Evaluation:
     Raises:
       ValueError: There is no evaluation data.
     """
-    # Closes the thread that reads ahead.
-    with self.setup.open_eval_batches() as iterator:
-      yield from iterator
+    return self.setup.eval_batches()
 
   def means(
     self, metrics: type[clu_metrics.Collection] | None = None

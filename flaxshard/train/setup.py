@@ -316,8 +316,7 @@ class Setup:
     # Otherwise each process has the whole progress already.
     if self.config.mesh.per_replica:
       progress = self._combine_replicas(progress)
-    values: steps.Progress = jax.device_get(progress)
-    return values
+    return steps.Progress(*jax.device_get(progress))
 
   def train_rng(self) -> Any:
     """Returns the PRNG key of the train steps."""
@@ -365,8 +364,8 @@ class Setup:
     put = functools.partial(sharding.put_rows, wanted=self._batch)
     return DistributedIterator(batches, put)
 
-  def open_eval_batches(self) -> DistributedIterator:
-    """Returns an iterator over the evaluation batches, a context manager.
+  def eval_batches(self) -> Iterator[dict[str, jax.Array]]:
+    """Iterates over the evaluation batches, on the devices.
 
     Raises:
       ValueError: There is no evaluation data.
@@ -382,10 +381,10 @@ class Setup:
       batch_size=self.batch_size,
       rows=sharding.pipeline_rows(self.strategy.mesh, self.batch_size),
     )
-    return DistributedIterator(
-      iter(batches),
-      functools.partial(sharding.put_rows, wanted=self._eval_batch),
-    )
+    put = functools.partial(sharding.put_rows, wanted=self._eval_batch)
+    # Ends the thread that reads ahead.
+    with DistributedIterator(iter(batches), put) as iterator:
+      yield from iterator
 
 
 def _create_wrappers(config: Any) -> stack.Wrappers:

@@ -106,7 +106,7 @@ def test_workers_read_the_rows_of_their_replicas():
       for batch in wanted:
         assert next(batches)["labels"].tolist() == batch[rows]
     # All examples are evaluated by each worker.
-    masks = [batch["mask"] for batch in setup.open_eval_batches()]
+    masks = [batch["mask"] for batch in setup.eval_batches()]
     assert sum(int(mask.sum()) for mask in masks) == 360
 
 
