@@ -49,7 +49,6 @@ from flaxshard.center import merge
 from flaxshard.center.store import Objects
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
-from flaxshard.tasks import load as load_lib
 from flaxshard.wrappers import base
 
 _DELAY = 0.01  # seconds from host to host
@@ -417,27 +416,27 @@ def create_state(
 def load(steps: int) -> tuple[list[Any], Any, Any]:
   """Returns the batches, the held-out examples and the model of lm_text."""
   config = fs.config.check(fs.config.read("lm_text"))
-  loaded = load_lib.load(config)
-  collate = loaded.task.collate
+  task, shapes, splits = fs.tasks.load(config)
+  assert splits is not None
   iterator = data_lib.train_iterator(
-    loaded.splits,
+    splits,
     seed=config.seed,
-    collate=collate,
+    collate=task.collate,
     batch_size=config.batch_size,
   )
   batches = [
     {"inputs": batch["inputs"], "labels": batch["labels"]}
     for batch, _ in zip(iterator, range(steps), strict=False)
   ]
-  held_out = loaded.splits.eval
+  held_out = splits.eval
   # Evenly over all of them.
   chosen = np.linspace(0, len(held_out) - 1, _EVAL_EXAMPLES).astype(int)
   model = models.create(
     config.model,
-    num_classes=loaded.shapes.num_classes,
+    num_classes=shapes.num_classes,
     policy=Policy("float32"),
   )
-  return batches, collate([held_out[int(i)] for i in chosen]), model
+  return batches, task.collate([held_out[int(i)] for i in chosen]), model
 
 
 def optimizer(steps: int) -> optax.GradientTransformation:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from flaxshard import data
+from flaxshard import tasks
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import optimizer
@@ -40,7 +41,6 @@ from flaxshard.state.create import create_train_state
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply
-from flaxshard.tasks import load
 from flaxshard.tasks import steps
 from flaxshard.tasks.stream import Stream
 from flaxshard.train.devices import Rank
@@ -65,7 +65,7 @@ class Setup:
     strategy: Its strategy; see `devices.create_strategy`.
     task: A task object, in place of the one that `config.task` names.
     rank: The worker that this process is.
-    shapes_only: Whether to find only the shapes of the data; see `load.load`.
+    shapes_only: Whether to find only the shapes of the data; see `tasks.load`.
     known: The shapes of the data, if they are known: nothing is read.
 
   Attributes:
@@ -103,7 +103,7 @@ class Setup:
     self._combine_replicas = jax.jit(
       steps.combine_replicas, out_shardings=self._whole
     )
-    self.task, self.shapes, self.splits = load.load(
+    self.task, self.shapes, self.splits = tasks.load(
       config, task, shapes_only=shapes_only, known=known
     )
     self.num_train_examples, self.num_eval_examples = None, 0

@@ -25,7 +25,6 @@ from flaxshard import train
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.tasks import apply
-from flaxshard.tasks import load
 from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
 
@@ -145,7 +144,7 @@ def unread_sequences():
 def test_a_plan_has_the_shapes_of_collated_batches():
   task, factory = f"{_THIS}:PaddedTokens", f"{_THIS}:unread_sequences"
   fields = config(task=task, data=factory, model={"name": "transformer"})
-  _, found, _ = load.load(config_lib.check(fields), shapes_only=True)
+  _, found, _ = tasks.load(config_lib.check(fields), shapes_only=True)
   assert found.num_classes == 7
   shapes = {key: x.shape for key, x in found.example.items()}
   assert shapes == {"inputs": (5,), "labels": (5,)}
