@@ -27,7 +27,7 @@ from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import WRAPPER_STATES
 from flaxshard.core import multihost
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state.train_state import TrainState
@@ -109,7 +109,7 @@ def restore_step(
       the message names the first path.
   """
   if (mesh := items.mesh_of(state)) is not None:
-    compile_only.check_can_run("restore: state", mesh)
+    mesh_lib.check_can_run("restore: state", mesh)
   saved = reader.open_step(where, plain_item)
   with multihost.raise_on_all_processes(*reader.ERRORS):
     position = None if data is None else items.read_position(data, where)

@@ -15,7 +15,6 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 
 PyTree = Any
@@ -58,7 +57,7 @@ def pipelines(mesh: jax.sharding.Mesh) -> Pipelines:
       f"mesh must have an axis 'replica', got the axes {mesh.axis_names}."
     )
   num_replicas = mesh.shape[mesh_lib.REPLICA]
-  if compile_only.is_compile_only(mesh):
+  if mesh_lib.is_compile_only(mesh):
     # This process, which has none of the devices, stands for all of theirs.
     return Pipelines((tuple(range(num_replicas)),), 0)
   axis = mesh.axis_names.index(mesh_lib.REPLICA)
@@ -249,7 +248,7 @@ def put(
       p: jax.ShapeDtypeStruct(shapes[p], x.dtype, sharding=shardings[p])
       for p, x in arrays.items()
     }
-  compile_only.check_can_run("sharding a batch of arrays", mesh)
+  mesh_lib.check_can_run("sharding a batch of arrays", mesh)
   out: dict[str, jax.Array] = jax.make_array_from_process_local_data(
     dict(shardings), dict(arrays), shapes
   )

@@ -23,47 +23,6 @@ _ENVIRONMENT = {
 _NAME = re.compile(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+)+)", re.ASCII)
 
 
-def is_compile_only(mesh: Any) -> bool:
-  """Returns whether the devices of a mesh, if any, are for compiling alone."""
-  if not isinstance(mesh, jax.sharding.Mesh):
-    return False
-  client = getattr(mesh.devices.flat[0], "client", None)
-  return getattr(client, "runtime_type", None) == "compile_only_runtime"
-
-
-def check_can_run(where: str, mesh: Any) -> None:
-  """Raises a ValueError if a mesh has devices for compiling alone.
-
-  Args:
-    where: What needs to run on the devices, for the error message.
-    mesh: The mesh.
-  """
-  if is_compile_only(mesh):
-    raise ValueError(
-      f"{where}: the mesh has {mesh.size} devices of the kind "
-      f"{mesh.devices.flat[0].device_kind!r} that exist for compiling alone; "
-      "they run nothing and hold no arrays. Strategy.jit(fn).lower(...) and "
-      "jax.jit(fn).lower(...) work, with jax.ShapeDtypeStructs; to run, create "
-      "the Strategy from the devices of this machine."
-    )
-
-
-def abstract_array(
-  x: Any, sharding: jax.sharding.Sharding | None
-) -> jax.ShapeDtypeStruct:
-  """Returns the shape and dtype of an array, with another sharding.
-
-  Args:
-    x: An array, a number, or a `jax.ShapeDtypeStruct`.
-    sharding: The sharding.
-  """
-  if not isinstance(x, jax.ShapeDtypeStruct):
-    x = jax.typeof(x)
-  return jax.ShapeDtypeStruct(
-    x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
-  )
-
-
 def named_devices(name: str) -> tuple[Any, ...]:
   """Returns the devices of a topology, in the order of the TPU compiler.
 

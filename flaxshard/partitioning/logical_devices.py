@@ -18,7 +18,6 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.specs import Mesh
@@ -49,7 +48,7 @@ def _place(method: str, mesh: Any, x: Any, spec: jax.P) -> jax.Array:
   An existing split over the replicas stays, in dimensions that `spec` leaves.
   """
   if _is_concrete(x):
-    compile_only.check_can_run(method, mesh)
+    mesh_lib.check_can_run(method, mesh)
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
   mesh = _mesh_of_trace(method, mesh)
   is_auto = mesh.axis_types[0] == jax.sharding.AxisType.Auto
@@ -110,7 +109,7 @@ def on_device(
   )
   if not _is_concrete(*jax.tree.leaves(args)):
     return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
-  compile_only.check_can_run(method, mesh)
+  mesh_lib.check_can_run(method, mesh)
   # Auto axes: eager computations on a part of the devices cannot enter the
   # context that Explicit axes need.
   devices = mesh.devices.reshape(mesh.devices.shape[0], -1)[:, index]

@@ -104,6 +104,50 @@ def logical_axes(mesh: Mesh) -> tuple[str, ...]:
   return mesh.axis_names[1:]
 
 
+# -- Arrays on a mesh.
+
+
+def is_compile_only(mesh: Any) -> bool:
+  """Returns whether the devices of a mesh, if any, are for compiling alone."""
+  if not isinstance(mesh, jax.sharding.Mesh):
+    return False
+  client = getattr(mesh.devices.flat[0], "client", None)
+  return getattr(client, "runtime_type", None) == "compile_only_runtime"
+
+
+def check_can_run(where: str, mesh: Any) -> None:
+  """Raises a ValueError if a mesh has devices for compiling alone.
+
+  Args:
+    where: What needs to run on the devices, for the error message.
+    mesh: The mesh.
+  """
+  if is_compile_only(mesh):
+    raise ValueError(
+      f"{where}: the mesh has {mesh.size} devices of the kind "
+      f"{mesh.devices.flat[0].device_kind!r} that exist for compiling alone; "
+      "they run nothing and hold no arrays. Strategy.jit(fn).lower(...) and "
+      "jax.jit(fn).lower(...) work, with jax.ShapeDtypeStructs; to run, create "
+      "the Strategy from the devices of this machine."
+    )
+
+
+def abstract_array(
+  x: Any, sharding: jax.sharding.Sharding | None
+) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype of an array, with another sharding.
+
+  Args:
+    x: An array, a number, or a `jax.ShapeDtypeStruct`.
+    sharding: The sharding.
+  """
+  if not isinstance(x, jax.ShapeDtypeStruct):
+    x = jax.typeof(x)
+  return jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
+  )
+
+
 def put(
   x: Any, sharding: jax.sharding.NamedSharding, *, compare: bool = True
 ) -> jax.Array:
@@ -117,7 +161,7 @@ def put(
   """
   # In a trace nothing is moved: the program may be for other devices.
   if not isinstance(x, jax.core.Tracer):
-    compile_only.check_can_run("putting an array on the mesh", sharding.mesh)
+    check_can_run("putting an array on the mesh", sharding.mesh)
   # A traced array does not say whether it is addressable.
   if sharding.is_fully_addressable:
     return jax.device_put(x, sharding)
@@ -143,6 +187,9 @@ def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
     return jax.sharding.reshard(x, sharding)
   return jax.lax.with_sharding_constraint(x, sharding)
+
+
+# -- The parts of `create`.
 
 
 def prime_axes(count: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ import jax
 
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs
 from flaxshard.plans import traffic
 
@@ -103,7 +104,7 @@ class Step:
     leaves = []
     for path, x in jax.tree.leaves_with_path(self.arguments):
       # A Python number has a shape and a dtype there, too.
-      x = compile_only.abstract_array(x, getattr(x, "sharding", None))
+      x = mesh_lib.abstract_array(x, getattr(x, "sharding", None))
       name, number = trees.path_string(path[1:]), path[0].idx
       leaves.append(
         Leaf(name, number, x.shape, x.dtype, x.sharding, x.weak_type)

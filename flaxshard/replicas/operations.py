@@ -15,7 +15,6 @@ from numpy.lib.array_utils import normalize_axis_index
 from flaxshard.core import checks
 from flaxshard.core import indexed_slices
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import has_replica_axis
@@ -102,7 +101,7 @@ def from_function(
   mesh: jax.sharding.Mesh, value_fn: Callable[[ValueContext], PyTree]
 ) -> PyTree:
   """Makes a `PerReplica`; see `Strategy.distribute_values_from_function`."""
-  compile_only.check_can_run("distribute_values_from_function", mesh)
+  mesh_lib.check_can_run("distribute_values_from_function", mesh)
   # Each process calls it for its own replicas only.
   local, num_replicas = local_replicas(mesh), mesh.shape[mesh_lib.REPLICA]
   values = [value_fn(ValueContext(i, num_replicas)) for i in local]
@@ -143,7 +142,7 @@ def _map_rows(
     value: The tree.
     of_shared: Takes any other leaf; None refuses them.
   """
-  compile_only.check_can_run(where, mesh)
+  mesh_lib.check_can_run(where, mesh)
   replicas = mesh.shape[mesh_lib.REPLICA]
 
   def convert(path: Any, x: Any) -> Any:

@@ -129,8 +129,8 @@ def is_per_replica(x: Any) -> bool:
 
 def paths_of_per_replica(tree: PyTree) -> frozenset[tuple[str, ...]]:
   """Returns where a tree has a `PerReplica`, as `trees.path_strings`."""
-  nodes = trees.leaves_by_path(tree, is_leaf=is_per_replica)
-  return frozenset(path for path, x in nodes.items() if is_per_replica(x))
+  nodes = jax.tree.leaves_with_path(tree, is_leaf=is_per_replica)
+  return frozenset(trees.path_strings(p) for p, x in nodes if is_per_replica(x))
 
 
 def mean_over_replicas(tree: PyTree) -> PyTree:

@@ -19,7 +19,6 @@ from flaxshard.core import checks
 from flaxshard.core import jaxprs
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import fields as fields_lib
@@ -145,7 +144,7 @@ def create_train_state(
     sparse_semantics=sparse_semantics,
     **init.variables,
   )
-  if abstract or (mesh is not None and compile_only.is_compile_only(mesh)):
+  if abstract or mesh_lib.is_compile_only(mesh):
     return state
   if (
     init.policy is not None
@@ -278,7 +277,7 @@ def _trace(
     lambda *args: rules_lib.unbox(initialize(*args)),
     args,
     jax.tree.map(
-      compile_only.abstract_array,
+      mesh_lib.abstract_array,
       rules_lib.unbox(boxed),
       fields_lib.shardings_of(specs, mesh),
     ),

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
@@ -212,7 +211,7 @@ def complete_fields(
   )
   if mesh is None and not is_abstract:
     return trees.unshare_buffers({**given, **create_fields(given)})
-  is_abstract |= mesh is not None and compile_only.is_compile_only(mesh)
+  is_abstract |= mesh_lib.is_compile_only(mesh)
   if is_abstract:
     given = jax.tree.map(trees.to_strong_shape, given)
   else:
@@ -221,7 +220,7 @@ def complete_fields(
   fields = {**given, **jax.eval_shape(create_fields, given)}
   shardings = _shardings_of_fields(fields, given.keys(), wrappers, mesh)
   if is_abstract:
-    return jax.tree.map(compile_only.abstract_array, fields, shardings)
+    return jax.tree.map(mesh_lib.abstract_array, fields, shardings)
   placed = {
     name: jax.tree.map(mesh_lib.put, tree, shardings.pop(name))
     for name, tree in given.items()

@@ -18,7 +18,6 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import values
@@ -148,8 +147,8 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
     if getattr(x, "sharding", None) == target:
       return x
     is_shape = isinstance(x, jax.ShapeDtypeStruct)
-    if is_shape or compile_only.is_compile_only(mesh):
-      return compile_only.abstract_array(x, target)
+    if is_shape or mesh_lib.is_compile_only(mesh):
+      return mesh_lib.abstract_array(x, target)
     try:
       placed = mesh_lib.put(x, target)
     except AssertionError as e:  # JAX has compared the processes

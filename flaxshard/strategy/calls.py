@@ -17,7 +17,7 @@ import weakref
 import jax
 
 from flaxshard.core import checks
-from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
 from flaxshard.strategy import program
@@ -76,7 +76,7 @@ class CompiledForms:
       last = None
     # A donated array keeps its sharding, and JAX 0.10.2 crashes on it.
     if last is None or any([x.is_deleted() for x in values]):
-      compile_only.check_can_run("run", mesh)
+      mesh_lib.check_can_run("run", mesh)
       leaves, values, jitted = self._prepare(args, kwargs)
       # An array that had to be moved will be moved in the next call too.
       moved = {

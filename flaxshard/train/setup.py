@@ -27,7 +27,6 @@ from flaxshard.core.policy import Policy
 from flaxshard.data import sharding
 from flaxshard.data import sources
 from flaxshard.data.iterators import DistributedIterator
-from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
@@ -203,7 +202,7 @@ class Setup:
       ValueError: `config.mesh.split` does not fit the data.
     """
     count = self.strategy.num_replicas_in_sync
-    whole = lambda x: compile_only.abstract_array(x, self._whole)
+    whole = lambda x: mesh_lib.abstract_array(x, self._whole)
     row_each = lambda x: PerReplica(
       jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self._by_row)
     )

@@ -100,8 +100,10 @@ def reduces(wrappers: Wrappers) -> str:
   `"local"` if a wrapper updates each replica separately, else `"self"` if one
   reduces gradients itself, else `"before"`: none does.
   """
-  found = {w.reduces for w in wrappers}
-  return next((who for who in ("local", "self") if who in found), "before")
+  found = [w.reduces for w in wrappers]
+  if "local" in found:
+    return "local"
+  return "self" if "self" in found else "before"
 
 
 def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:

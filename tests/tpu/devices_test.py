@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import mesh as mesh_lib
 
 P = jax.sharding.PartitionSpec
 Shape = jax.ShapeDtypeStruct
@@ -96,8 +96,8 @@ def test_environment_is_as_before():
   fs.Topology.named("v6e:4x4")
   names = {"TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"}
   assert names.isdisjoint(set(os.environ) - set(before))
-  assert compile_only.is_compile_only(strategy_of().mesh)
-  assert not compile_only.is_compile_only(ON_CPU.mesh)
+  assert mesh_lib.is_compile_only(strategy_of().mesh)
+  assert not mesh_lib.is_compile_only(ON_CPU.mesh)
 
 
 def test_libtpu_writes_nothing_where_there_is_no_tpu():
