@@ -51,6 +51,9 @@ def _place(method: str, mesh: Any, x: Any, spec: jax.P) -> jax.Array:
     mesh_lib.check_can_run(method, mesh)
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
   mesh = _mesh_of_trace(method, mesh)
+  if set(mesh.axis_types) == {jax.sharding.AxisType.Manual}:
+    # In `run`, one logical device. JAX refuses a constraint under `jax.vmap`.
+    return x
   is_auto = mesh.axis_types[0] == jax.sharding.AxisType.Auto
   if not is_auto or mesh.shape[mesh_lib.REPLICA] == 1:
     return mesh_lib.constrain(x, _keep_replica_split(mesh, spec, x))

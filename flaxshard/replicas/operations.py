@@ -58,7 +58,10 @@ def reduce(
     return _compute(mesh, getattr(jnp, reduce_op), axes, _on_mesh(mesh, x))
 
   def mean_of_shared(x: Any) -> Any:
-    return x if axis is None else jnp.mean(jnp.asarray(x), axis)
+    if axis is None:
+      return x
+    dim = normalize_axis_index(axis, np.ndim(x), "reduce")
+    return jnp.mean(jnp.asarray(x), dim)
 
   # TensorFlow too refuses the sum of what all replicas share: it could mean x
   # or x times the replicas.

@@ -88,7 +88,7 @@ class AGN(base.Base):
   Schedules in `tx` count updates: local steps for a replica, commits for the
   center. Collections such as `batch_stats` are per replica inside of
   `Strategy.run`. Outside they are the mean over the replicas at the last
-  commit.
+  commit, of the values that `apply_gradients` was given there.
 
   Args:
     communication_period: Number of local steps per commit.

@@ -19,9 +19,9 @@ class CrossShard(base.Base):
 
   Inside `Strategy.run` one collective reduces the gradients of all parameters.
   It transfers as many bytes as the gradients have; float16 is sent as float32,
-  so that no sum overflows. On TPU and GPU the gradients of a model that
-  computes in bfloat16 are sent and summed in bfloat16, unless they are given as
-  `jax.lax.optimization_barrier(grads)`.
+  so that no sum overflows on the way. On TPU and GPU the gradients of a model
+  that computes in bfloat16 are sent and summed in bfloat16, unless they are
+  given as `jax.lax.optimization_barrier(grads)`.
 
   A step with the `"mean"` of N replicas equals the step of one replica on the
   whole batch. `"sum"` gives N times that gradient. The mean is over the

@@ -161,6 +161,7 @@ def make(value_fn):
   [
     (lambda: EIGHT.reduce("max", VALUE), "'max'"),
     (lambda: EIGHT.reduce("sum", VALUE, axis=2), "axis 2"),
+    (lambda: EIGHT.reduce("mean", np.ones(3), axis=1), "axis 1"),
     (lambda: EIGHT.reduce("sum", {"a": 1.0}), r"value\[a\] must be a PerRepl"),
     (lambda: EIGHT.reduce("mean", {"a": SLICES}), "IndexedSlices"),
     (lambda: EIGHT.reduce("mean", LARGE), r"-1099511627776.* not fit int32"),
