@@ -16,7 +16,7 @@ import flaxshard
 _NAMES = {"fs": flaxshard, "jax": jax, "jnp": jnp, "optax": optax}
 # Examples that train or compile for more than a second.
 _SLOW = {
-  "flaxshard.data.factories",
+  "flaxshard.data",
   "flaxshard.models.cnn",
   "flaxshard.models.resnet",
   "flaxshard.models.transformer",

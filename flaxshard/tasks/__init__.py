@@ -9,9 +9,9 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
+from flaxshard import data as data_lib
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
-from flaxshard.data import factories
 from flaxshard.data import sources
 from flaxshard.tasks.apply import Apply
 from flaxshard.tasks.classification import Classification
@@ -98,7 +98,7 @@ def load(
       raise ValueError(
         "config.data is missing: the task has neither load_data nor example."
       )
-    return factories.call_factory(config.data, shapes_only=shapes_only)
+    return data_lib.call_factory(config.data, shapes_only=shapes_only)
 
   adapted = _create(config, read) if task is None else adapt(task)
   if known is not None:

@@ -10,13 +10,13 @@ import ml_collections
 from ml_collections import config_dict
 import pydantic
 
+from flaxshard import data
 from flaxshard import models
 from flaxshard import tasks
 from flaxshard import wrappers
 from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import registry
-from flaxshard.data import factories
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import FIELDS
 
@@ -26,7 +26,7 @@ _BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
 _BUILTIN: dict[str, Mapping[str, Any]] = {
   "task": tasks.BUILTIN,
   "model": models.MODELS,
-  "data": factories.FACTORIES,
+  "data": data.FACTORIES,
   "schedule": optimizer.SCHEDULES,
   "optimizer": optimizer.OPTIMIZERS,
 }
