@@ -151,8 +151,10 @@ class DistributedIterator:
       ...   print(next(iterator))
       [4 5]
     """
-    if self.position_is_global and list(self._state or ()) == ["next_index"]:
-      self.set_state({"next_index": self._state["next_index"] + count})
+    state: Any = self._state
+    is_index = isinstance(state, dict) and state.keys() == {"next_index"}
+    if is_index and self.position_is_global:
+      self.set_state({"next_index": state["next_index"] + count})
       return
     for _ in range(count):
       next(self)

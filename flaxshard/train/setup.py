@@ -107,7 +107,8 @@ class Setup:
     )
     self.num_train_examples, self.num_eval_examples = None, 0
     if self.splits is not None:
-      self.num_eval_examples = len(self.splits.eval or ())
+      if self.splits.eval is not None:
+        self.num_eval_examples = len(self.splits.eval)
       self.num_train_examples = sources.check_batch_size(
         "config.batch_size", config.batch_size, self.splits
       )
