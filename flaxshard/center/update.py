@@ -89,9 +89,11 @@ def merge(
   if dtype is None:
     return new
   # Center and workers apply what is encoded, so that they stay equal.
-  wide = {p: _widen(exact[p]) for p in center.keys() & layout.sums.keys()}
+  wide = {
+    p: gradients.widen(exact[p]) for p in center.keys() & layout.sums.keys()
+  }
   change = new["center"] | {
-    path: encoding.encode(x - _widen(center[path]), dtype)
+    path: encoding.encode(x - gradients.widen(center[path]), dtype)
     for path, x in wide.items()
   }
   return {
@@ -160,7 +162,3 @@ def _on_cpu() -> Any:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
   except RuntimeError:  # JAX_PLATFORMS has no CPU
     return jax.default_device(jax.local_devices()[0])
-
-
-def _widen(x: np.ndarray) -> np.ndarray:
-  return x.astype(gradients.accumulator_dtype(x.dtype))

@@ -71,6 +71,11 @@ def accumulator_dtype(dtype: Any) -> Any:
   return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
+def widen(x: Any) -> Any:
+  """Returns an array, or rows, in the dtype that they are summed in."""
+  return x.astype(accumulator_dtype(x.dtype))
+
+
 def map_gradients(
   fn: Callable[[jax.Array], jax.Array], grads: PyTree
 ) -> PyTree:
@@ -138,8 +143,7 @@ def deduplicate(grads: PyTree) -> PyTree:
   def deduplicate_leaf(g: Any) -> Any:
     if not is_indexed_slices(g) or g.is_unique:
       return g
-    wide = g.astype(accumulator_dtype(g.dtype))
-    return wide.deduplicated().astype(g.dtype)
+    return widen(g).deduplicated().astype(g.dtype)
 
   return jax.tree.map(deduplicate_leaf, grads, is_leaf=is_indexed_slices)
 

@@ -52,7 +52,7 @@ def reduce(
     total = IndexedSlices(
       _gather(slices.indices, groups),
       # Cast only now: float16 rows travel as they are.
-      values.astype(gradients.accumulator_dtype(slices.dtype)),
+      gradients.widen(values),
       slices.dense_shape,
     ).deduplicated()
   else:
@@ -118,7 +118,7 @@ def _gather_dimension(x: jax.Array, mesh: Any) -> jax.Array:
 
 def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
   """Returns the sum, by an all-reduce of the whole array."""
-  dense = slices.astype(gradients.accumulator_dtype(slices.dtype)).to_dense()
+  dense = gradients.widen(slices).to_dense()
   with jax.named_scope(_SCOPE):
     total = jax.lax.psum(dense, mesh_lib.REPLICA, axis_index_groups=groups)
   indices = _gather(slices.indices, groups)

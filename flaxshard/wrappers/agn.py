@@ -325,7 +325,7 @@ class AGN(base.Base):
     if self.commit_delta:
       # With the sign of a gradient.
       added = jax.tree.map(
-        lambda old, new: _widen(old) - _widen(new),
+        lambda old, new: gradients.widen(old) - gradients.widen(new),
         state.local_params,
         local.params,
       )
@@ -454,10 +454,6 @@ class AGN(base.Base):
       outer_opt_state=center.opt_state if has_outer else (),
       received=jnp.zeros_like(state.received),
     )
-
-
-def _widen(x: jax.Array) -> jax.Array:
-  return x.astype(gradients.accumulator_dtype(x.dtype))
 
 
 def warn_of_short_period(agn: AGN, count: int, noun: str) -> None:

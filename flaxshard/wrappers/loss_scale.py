@@ -382,7 +382,7 @@ def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
   factor, divisor = jax.lax.optimization_barrier((factor, scale * factor))
 
   def divide(x: jax.Array) -> jax.Array:
-    x = x.astype(gradients.accumulator_dtype(x.dtype))
+    x = gradients.widen(x)
     return x * factor.astype(x.real.dtype) / divisor.astype(x.real.dtype)
 
   return divide
