@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import trees
+
 PyTree = Any
 
 
@@ -78,8 +80,11 @@ class IndexedSlices:
 
     Raises:
       TypeError: The row numbers are not integers.
-      ValueError: A shape does not fit.
+      ValueError: A shape does not fit, or a row number does not fit int32.
     """
+    if isinstance(indices, np.ndarray):
+      # A number that wraps around would be that of another row.
+      trees.check_integers("IndexedSlices: indices", indices)
     self.indices = jnp.asarray(indices)
     self.values = jnp.asarray(values)
     self.dense_shape = tuple(operator.index(size) for size in dense_shape)

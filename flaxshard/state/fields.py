@@ -203,6 +203,8 @@ def complete_fields(
     `given` has, or if the devices of the mesh are for compiling alone.
   """
   given = dict(given)
+  for path, x in jax.tree_util.tree_leaves_with_path(given):
+    trees.check_integers(trees.path_string(path), x)
   create_fields = functools.partial(
     computed, tx, wrappers, num_replicas=num_replicas(mesh)
   )

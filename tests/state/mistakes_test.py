@@ -86,7 +86,7 @@ MISTAKES = [
   (lambda: create(batch_stats={"m": "x"}), TypeError, r"batch_stats\[m\]"),
   (lambda: create(wrapers=DYNAMIC), TypeError, "wrapers"),
   (lambda: create(step=STATS), ValueError, "'step'"),
-  (lambda: create(minimize=STATS), ValueError, "'minimize'"),
+  (lambda: create(n=np.array(2**31)), ValueError, "n is int64.*214748"),
   (lambda: create(strategy=3), TypeError, "strategy .*3"),
   (lambda: create(params=LOOKAHEAD), TypeError, r"params\.fast"),
   # The model.
