@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import functools
 import json
 import logging
-import operator
 import os
 import shutil
 import time
@@ -16,6 +15,7 @@ import weakref
 
 from etils import epath
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import items as items_lib
@@ -277,7 +277,7 @@ class Checkpointer:
     if self._closed:
       raise ValueError(f"the Checkpointer of {self.directory} is closed.")
     # An array too, such as `state.step`.
-    step = checks.integer("step", operator.index(step), minimum=0)
+    step = checks.integer("step", np.asarray(step).item(), minimum=0)
     there = self.all_steps()
     if there and step < there[-1] and step not in there:
       raise ValueError(

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from flaxshard.checkpoint import step_files
 from flaxshard.core import checks
 from flaxshard.core import multihost
+from flaxshard.core import registry
 from flaxshard.core import trees
 from flaxshard.core import version
 from flaxshard.state import fields as fields_lib
@@ -179,12 +180,10 @@ def position_of(data: Any) -> dict[str, Any]:
   """
   # An error in the middle of a save would make Orbax hang at the exit.
   with multihost.raise_on_all_processes(TypeError, ValueError):
-    if not hasattr(data, "get_state"):
-      raise TypeError(f"data must have a method get_state, got {data!r}.")
-    state = data.get_state()
-    is_bytes = isinstance(state, bytes)
+    state, is_bytes = _state_of(data)
     # A character for each byte.
-    text = json.dumps(state.decode("latin-1") if is_bytes else state)
+    with registry.errors_name("data.get_state()"):
+      text = json.dumps(state.decode("latin-1") if is_bytes else state)
   if getattr(data, "position_is_global", False):
     multihost.check_agreement(
       {"the position of data, although position_is_global": text}
@@ -213,7 +212,7 @@ def read_position(data: Any, step_dir: Any) -> Any:
     raise ValueError(
       f"{step_dir} has no {step_files.POSITION}: the position of the data."
     )
-  is_bytes = isinstance(data.get_state(), bytes)
+  _, is_bytes = _state_of(data)
   index, count = jax.process_index(), jax.process_count()
   # Grain's own handler writes a file for each process.
   files = [name for name in names if name.startswith("process_")]
@@ -238,6 +237,14 @@ def read_position(data: Any, step_dir: Any) -> Any:
     )
   position = positions[index]
   return position.encode("latin-1") if is_bytes else position
+
+
+def _state_of(data: Any) -> tuple[Any, bool]:
+  """Returns the position in the data, and whether it is bytes."""
+  if not hasattr(data, "get_state"):
+    raise TypeError(f"data must have a method get_state, got {data!r}.")
+  state = data.get_state()
+  return state, isinstance(state, bytes)
 
 
 # -- Checks.

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import contextlib
 import logging
-import operator
 import re
+import sys
 import time
 from typing import Any, TypeVar
 
 from etils import epath
 import jax
+import numpy as np
 
 from flaxshard.checkpoint import step_files
 from flaxshard.checkpoint.step_files import Directory
+from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
 
@@ -168,7 +170,9 @@ def read_newest(
     ValueError: There is no such step, or it is damaged, or all are, or the
       processes find different steps.
   """
-  step = None if step is None else operator.index(step)
+  if step is not None:
+    # An array too, such as `state.step`.
+    step = checks.integer("step", np.asarray(step).item(), maximum=sys.maxsize)
   found = list_steps()
   multihost.check_agreement(
     {"the steps that they find": sorted(found)},

@@ -66,7 +66,7 @@ def integer(
     )
   if not minimum <= value <= maximum:
     allowed = f"least {minimum}" if value < minimum else f"most {maximum}"
-    raise ValueError(f"{argument} must be at {allowed}, got {value!r}.")
+    raise ValueError(f"{argument} must be at {allowed}, got {value}.")
   return int(value)
 
 

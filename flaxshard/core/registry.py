@@ -194,7 +194,9 @@ def errors_name(where: str, *others: type[Exception]) -> Iterator[None]:
   except kinds as e:
     is_type_error = isinstance(e, TypeError)
     kind = checks.ArgumentTypeError if is_type_error else ValueError
-    raise kind(f"{where}: {e}") from e
+    # The text of a KeyError is the key alone.
+    text = repr(e) if isinstance(e, KeyError) else e
+    raise kind(f"{where}: {text}") from e
 
 
 def accepted(

@@ -210,6 +210,12 @@ def stack(examples: Sequence[Mapping[str, Any]]) -> Example:
     >>> stack([{"inputs": 1}, {"inputs": 2}])["inputs"].tolist()
     [1, 2]
   """
+  for example in examples:
+    if not isinstance(example, Mapping):
+      raise ValueError(
+        "config.data: an example must be a dict of arrays, got "
+        f"{checks.describe(example)}. A task with `collate` can have others."
+      )
   first, *others = ({k: np.shape(x) for k, x in e.items()} for e in examples)
   for shapes in others:
     if shapes != first:
@@ -273,11 +279,16 @@ def check(
 
   Raises:
     ValueError: A split is empty, or its first example is not valid.
-    TypeError: A split is neither a sequence nor, for training, an iterable.
+    TypeError: `data` has another type, or a split is neither a sequence nor,
+      for training, an iterable.
   """
   if isinstance(data, Shapes):
     zeros = {k: np.zeros(x.shape, x.dtype) for k, x in data.example.items()}
     return Shapes(_shapes_of(where, zeros, collate), data.num_classes)
+  if not isinstance(data, Splits):
+    raise TypeError(
+      f"{where} must be flaxshard.data.Splits, got {checks.describe(data)}."
+    )
   if data.num_classes is not None:
     checks.integer(f"{where}: num_classes", data.num_classes, minimum=1)
   example = _first(f"{where}: train", data.train, may_be_stream=True)

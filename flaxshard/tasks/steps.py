@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
 import json
@@ -340,8 +340,12 @@ def check_numbers(where: str, values: Any) -> dict[str, float]:
     values: Numbers or scalar arrays by name.
 
   Raises:
-    ValueError: A value is no number.
+    ValueError: They are no dict, or a value is no number.
   """
+  if not isinstance(values, Mapping):
+    raise ValueError(
+      f"{where} must be numbers by name, got {checks.describe(values)}."
+    )
   numbers = {}
   for name, value in values.items():
     try:

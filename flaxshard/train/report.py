@@ -343,7 +343,11 @@ def draw(config: Any, workdir: str) -> None:
   png = io.BytesIO()
   canvas.savefig(png, dpi=100, format="png")
   path = epath.Path(os.path.join(workdir, "training.png"))
-  path.write_bytes(png.getvalue())
+  try:
+    path.write_bytes(png.getvalue())
+  except OSError as e:
+    # On a full disk, say, where what has ended the run is to be raised.
+    _log.warning("%s cannot be written: %s", path, e)
 
 
 def _panels(rows: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -182,16 +182,15 @@ class Setup:
       if not str(e).startswith("rules"):
         raise
       raise ValueError(f"config.mesh.{e}") from e
-    except (TypeError, ValueError, ArithmeticError, LookupError) as e:
+    except (TypeError, ValueError, ArithmeticError, LookupError):
       its_model = f"config.model ({self.config.model.get('name')!r})"
       its_data = f"config.data ({self.config.data.get('name')!r})"
       if self.task.create_model is not None:
         its_model = f"the model of {self.task.name}"
       if not self.config.data:
         its_data = f"the data of {self.task.name}"
-      is_type_error = isinstance(e, TypeError)
-      kind = checks.ArgumentTypeError if is_type_error else ValueError
-      raise kind(f"{its_model} with {its_data}: {e}") from e
+      with registry.errors_name(f"{its_model} with {its_data}", LookupError):
+        raise
 
   # The steps.
 

@@ -1,5 +1,7 @@
 """Mistakes of saving and restoring, and what their errors name."""
 
+import types
+
 import checkpoint_states as states
 from flax.training import train_state as flax_train_state
 import jax.numpy as jnp
@@ -15,6 +17,10 @@ create = states.weights
 
 def with_leaf(leaf):
   return create().replace(params={"a": {"b": leaf}})
+
+
+def later_state():
+  return create().replace(step=jnp.int32(5))
 
 
 def flax_state():
@@ -46,8 +52,8 @@ def restore(path="digits", step=None, **kwargs):
   return lambda runs: fs.checkpoint.restore(runs / path, create(**kwargs), step)
 
 
-def save_without_position(runs):
-  fs.Checkpointer(runs / "new").save(1, create(), data=iter([1]))
+def save_position(data):
+  return lambda runs: fs.Checkpointer(runs / "new").save(1, create(), data=data)
 
 
 def save_after_closing(runs):
@@ -58,6 +64,7 @@ def save_after_closing(runs):
 
 MISSPELT = dict(metrics={"acuracy": 0.5}, best_metric="accuracy")
 DOTS = {"c": {"d": jnp.ones(2)}, "c.d": jnp.ones(2)}
+BAD_POSITION = types.SimpleNamespace(get_state=lambda: np.int64(1))
 OTHER = optax.chain(optax.identity(), plain_states.TX)
 
 MISTAKES = [
@@ -65,21 +72,17 @@ MISTAKES = [
   (save(lambda: None), TypeError, "state must be .* None"),
   (save(flax_state), TypeError, "flaxshard.TrainState.create"),
   (save(lambda: {1: create()}), TypeError, r"names of states .*\[1\]"),
-  (save_without_position, TypeError, "data must have .* get_state"),
+  (save_position(iter([1])), TypeError, "data must have .* get_state"),
+  (save_position(BAD_POSITION), TypeError, r"data.get_state\(\).*int64"),
   (save(lambda: with_leaf(3)), TypeError, "params/a/b.* 3"),
-  (save(lambda: with_leaf(np.array([None]))), TypeError, "object"),
   (save(lambda: with_leaf(np.ones(2))), TypeError, "x64.* float64"),
   (save(lambda: with_leaf(jnp.ones((0, 3)))), ValueError, r"b\].*\(0, 3\)"),
   (save(lambda: with_leaf(DOTS)), ValueError, r"b/c\.d\] and .*b/c/d\]"),
   # Steps.
-  (save(create, 2.0), TypeError, "float"),
+  (save(create, 2.0), TypeError, "step must be an integer, got 2.0"),
   (save(create, -1), ValueError, "step.* -1"),
   (save(create, 4), ValueError, "step=4 .* has step 12"),
-  (
-    save(lambda: create().replace(step=jnp.int32(5)), 3),
-    ValueError,
-    "state.step is 5, 0",
-  ),
+  (save(later_state, 3), ValueError, "state.step is 5, 0"),
   (save(lambda: create(size=2), 3), ValueError, "params/w: shape"),
   (save(lambda: create(wrappers=[]), 3), ValueError, "loss_scale/"),
   (save_after_closing, ValueError, "/new is closed"),
@@ -96,6 +99,7 @@ MISTAKES = [
   (restore("digitz"), ValueError, "digitz: there is no such path"),
   (restore("empty"), ValueError, "empty: it has no steps"),
   (restore("file"), ValueError, "file is no checkpoint of Flax"),
+  (restore(step="latest"), TypeError, "step must be .* 'latest'"),
   (restore(step=4), ValueError, r"step 4 .*\[3, 12\]"),
   (restore("digits/checkpoints/3", 12), ValueError, "checkpoints/3"),
   (restore(size=2), ValueError, r"/12 .*params/w: .*\(3,\).* \(2,\)"),

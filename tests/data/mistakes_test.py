@@ -57,9 +57,8 @@ def iterate(**options):
   return data.train_iterator(splits, **options)
 
 
-def read(**fields):
-  """Reads a batch whose last example has other fields."""
-  last = {"x": np.ones(1)} | fields
+def read(last):
+  """Reads a batch whose last example differs."""
   splits = data.Splits([{"x": np.ones(1)}, last])
   next(data.train_iterator(splits, batch_size=2, seed=0))
 
@@ -130,8 +129,9 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: iterate(batch_size=14), ValueError, "=14 must be at most 12"),
     (lambda: iterate(rows=[2, 1]), ValueError, r"rows .*ascending.*\[2, 1\]"),
     (lambda: iterate(seed=-1), ValueError, "seed .* -1"),
-    (lambda: read(x=TOKENS), ValueError, r"^config.data: .* \(.* \("),
-    (lambda: read(x=WORDS[:1]), ValueError, "^config.data: .*<U"),
+    (lambda: read({"x": TOKENS}), ValueError, r"^config.data: .* \(.* \("),
+    (lambda: read({"x": WORDS[:1]}), ValueError, "^config.data: .*<U"),
+    (lambda: read(None), ValueError, "^config.data: .* must be a dict.*None"),
     # Leaves of a batch.
     (lambda: leaf(OBJECTS), ValueError, r"\[a/b\].*object.*\(2,\)"),
     (lambda: leaf(WORDS), TypeError, r"\[a/b\].*<U1"),

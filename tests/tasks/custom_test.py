@@ -290,6 +290,8 @@ SQUARE = with_attributes(collate=lambda self, xs: {"inputs": np.eye(len(xs))})
 NO_AUX = with_result(lambda loss, aux: loss)
 NO_SCALAR = with_result(lambda loss, aux: (aux.metrics["loss"], aux))
 NO_DATA = with_attributes(load_data=None)
+NO_SPLITS = with_attributes(load_data=lambda self: ([], []))
+NO_VALUES = with_result(lambda loss, aux: (loss, tasks.Aux({})))
 NO_NUMBER = {"loss": np.ones(3)}
 
 
@@ -313,7 +315,6 @@ def label(value):
 TASK = f"{_THIS}:Task"
 WIDHT = {"name": TASK, "widht": 3}
 CNN = {"name": "cnn"}
-STOP = {"early_stopping": {"metric": "eval_los", "mode": "min"}}
 BEST = {"best_metric": "eval_los", "best_mode": "min"}
 EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
 
@@ -334,10 +335,12 @@ EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
     (lambda: create_setup(NO_SCALAR), ValueError, r"scalar.*float32\[8\]"),
     (lambda: create_setup(Task(), task="a.b"), ValueError, "task=.*task="),
     (lambda: steps.check_numbers("a", NO_NUMBER), ValueError, r"loss .*64\[3"),
+    (lambda: steps.check_numbers("a", 3), ValueError, "^a .*by name.* 3"),
+    (lambda: create_setup(NO_VALUES), ValueError, r"Changed.*KeyError.'loss'"),
     # Data of tasks.
+    (lambda: create_setup(NO_SPLITS), TypeError, r"load_data .*Splits.*\(\[\]"),
     (lambda: with_data(iter(EXAMPLES)), TypeError, "only once"),
     (lambda: with_data(Forever([])), ValueError, "train has no examples"),
-    (lambda: with_data(3), TypeError, "train must be a sequence"),
     (lambda: with_data(EXAMPLES, Forever(EXAMPLES)), TypeError, "eval must be"),
     (lambda: create_setup(NO_DATA), ValueError, "config.data is missing"),
     (lambda: take_batch(SQUARE), ValueError, r"differ .*inputs: shape \(8,\)"),
@@ -350,7 +353,6 @@ EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
     (lambda: create_setup(task=TASK, data="digits"), ValueError, "config.data"),
     (lambda: create_setup(task=TASK, model=CNN), ValueError, "model.*Task"),
     (lambda: create_setup(task=TASK, **BEST), ValueError, "best_.*'eval_loss'"),
-    (lambda: create_setup(task=TASK, **STOP), ValueError, "early.*'eval_loss'"),
     (lambda: create_setup(task="<a.B>"), ValueError, "'<a.B>'.*argument task"),
   ],
 )

@@ -94,7 +94,7 @@ ROWS = {
 }
 
 
-def test_each_metric_is_drawn(tmp_path, monkeypatch):
+def test_each_metric_is_drawn(tmp_path, monkeypatch, caplog):
   from matplotlib import figure
   from matplotlib import image
 
@@ -126,9 +126,12 @@ def test_each_metric_is_drawn(tmp_path, monkeypatch):
   }
   # Something is drawn: not one color.
   assert np.ptp(image.imread(tmp_path / "training.png")[..., :3]) > 0.5
-  # A run that has no row yet.
+  # A run that has no row yet, and a picture that cannot be written.
   (tmp_path / "metrics.jsonl").unlink()
+  (tmp_path / "training.png").unlink()
+  (tmp_path / "training.png").mkdir()
   _draw(tiny.config(), str(tmp_path))
+  assert "training.png cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize(
