@@ -167,11 +167,11 @@ class Frozen(_WithAttributes):
   """The optimizer that `flaxshard.freeze` returns.
 
   Attributes:
-    patterns: The patterns of the frozen parameters.
+    frozen: The patterns of the frozen parameters.
   """
 
   function = "freeze"
-  patterns: tuple[str, ...]
+  frozen: tuple[str, ...]
 
 
 class SparseRows(_WithAttributes):
@@ -179,6 +179,7 @@ class SparseRows(_WithAttributes):
 
   Attributes:
     inner: The optimizer that updates the rows.
+    frozen: The patterns of the parameters that `inner` does not train.
     patterns: The patterns of the tables.
     semantics: `"lazy"` or `"tf"`.
     argument: The name of the patterns, for errors.
@@ -187,6 +188,7 @@ class SparseRows(_WithAttributes):
 
   function = "sparse_rows"
   inner: Any
+  frozen: tuple[str, ...]
   patterns: tuple[str, ...]
   semantics: str
   argument: str
@@ -209,7 +211,7 @@ def trained(
     >>> trained(tx, {"a": 1.0, "b": 2.0, "c": 3})
     {'a': None, 'b': 2.0, 'c': None}
   """
-  frozen = frozen_patterns(tx)
+  frozen = tx.frozen if isinstance(tx, (Frozen, SparseRows)) else ()
 
   def choose(path: trees.Path, x: Any) -> Any:
     if not (has_gradient(path, x) or is_statistic(path)):
@@ -234,12 +236,6 @@ def tables(tx: Any, trained: PyTree) -> PyTree | None:
     A tree of booleans like `trained`.
   """
   return matching(tx.patterns, trained) if isinstance(tx, SparseRows) else None
-
-
-def frozen_patterns(tx: Any) -> tuple[str, ...]:
-  """Returns the patterns of what an optimizer does not train."""
-  inner = tx.inner if isinstance(tx, SparseRows) else tx
-  return inner.patterns if isinstance(inner, Frozen) else ()
 
 
 def matching(patterns: Sequence[str], params: PyTree) -> PyTree:

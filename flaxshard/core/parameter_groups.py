@@ -102,7 +102,7 @@ def freeze(
         extra["value_fn"] = lambda trained: value_fn(complete(trained))
     return inner.update(updates, state, params, **extra)
 
-  return gradients.Frozen(init, update, patterns=patterns)
+  return gradients.Frozen(init, update, frozen=patterns)
 
 
 def scale_learning_rates(

@@ -190,6 +190,7 @@ def _create(
     init,
     update,
     inner=tx,
+    frozen=tx.frozen if isinstance(tx, gradients.Frozen) else (),
     patterns=patterns,
     semantics=semantics,
     argument=argument,
@@ -355,12 +356,11 @@ def _find_tables(tx: SparseRows, params: PyTree) -> list[trees.Path]:
     PatternError: A pattern matches no parameter, or one that is no table.
   """
   patterns_lib.check_used(tx.argument, tx.patterns, trees.names(params))
-  frozen = gradients.frozen_patterns(tx)
   tables = [
     (path, p)
     for path, p in jax.tree_util.tree_leaves_with_path(params)
     if gradients.matches(tx.patterns, params, path)
-    and not gradients.matches(frozen, params, path)
+    and not gradients.matches(tx.frozen, params, path)
   ]
   for path, p in tables:
     dtype, shape = trees.dtype_of(p), jnp.shape(p)
