@@ -53,7 +53,7 @@ with fs.Checkpointer(sys.argv[3]) as checkpointer:
   message = error_of(lambda: checkpointer.save(1, state, data=Data()))
   # Found before process 0 locks the directory.
   other = "process 1: " if rank == 0 else ""
-  assert message.startswith(f"TypeError: {other}Object of "), message
+  assert f"TypeError: {other}data.get_state(): Object of " in message, message
 assert sorted(os.listdir(sys.argv[3])) == [".lock"]
 print("same")
 """
