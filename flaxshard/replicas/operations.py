@@ -61,6 +61,7 @@ def reduce(
     if axis is None:
       return x
     dim = normalize_axis_index(axis, np.ndim(x), "reduce")
+    trees.check_integers("reduce: value", x)
     return jnp.mean(jnp.asarray(x), dim)
 
   # TensorFlow too refuses the sum of what all replicas share: it could mean x

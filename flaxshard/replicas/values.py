@@ -91,9 +91,12 @@ class PerReplica:
     Returns:
       An array, or a tree of arrays like `value`.
     """
-    return jax.tree.map(
-      lambda x: jnp.mean(jnp.asarray(x), axis, dtype, out), self.value
-    )
+
+    def mean_of(x: Any) -> jax.Array:
+      trees.check_integers("PerReplica: value", x)
+      return jnp.mean(jnp.asarray(x), axis, dtype, out)
+
+    return jax.tree.map(mean_of, self.value)
 
   def __float__(self) -> float:
     raise self._ambiguous("float(x)")

@@ -347,10 +347,10 @@ class TrainState(flax_train_state.TrainState):
 
     Extra arguments of the optimizer's update, such as the `value` of
     `optax.contrib.reduce_on_plateau`, are given here too: loss and gradients as
-    `value_and_grad` returns them. Inside `Strategy.run` `value`, `grad` and
-    what `value_fn` returns are averaged over the replicas; the local steps of
-    `AGN` take those of their replica. Other extra arguments must be the same on
-    all replicas.
+    `value_and_grad` returns them. Inside `Strategy.run` `value` and `grad` are
+    averaged over the replicas; the local steps of `AGN` take those of their
+    replica. A line search, which uses `value_fn`, needs one replica. Other
+    extra arguments must be the same on all replicas.
 
     Args:
       *positional: (gradient, path) pairs in place of `grads`, as TensorFlow

@@ -165,6 +165,8 @@ def make(value_fn):
     (lambda: EIGHT.reduce("sum", {"a": 1.0}), r"value\[a\] must be a PerRepl"),
     (lambda: EIGHT.reduce("mean", {"a": SLICES}), "IndexedSlices"),
     (lambda: EIGHT.reduce("mean", LARGE), r"-1099511627776.* not fit int32"),
+    (lambda: EIGHT.reduce("mean", LARGE.value, axis=0), "not fit int32"),
+    (lambda: LARGE.mean(), "not fit int32"),
     (lambda: SPLIT.local_results({"a": VALUE}), r"value\[a\].* 2 rows"),
     (lambda: run(lambda c: c.all_reduce("average", 1)), "'sum', 'mean'"),
     (lambda: run(lambda c: c.all_gather(jnp.ones(2), 1)), "axis 1"),
