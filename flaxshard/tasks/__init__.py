@@ -9,6 +9,8 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
+import jax
+
 from flaxshard import data as data_lib
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
@@ -110,7 +112,13 @@ def load(
     )
   has_data = adapted.load_data is not None or config.data
   if adapted.example is not None and (shapes_only or not has_data):
-    return adapted, sources.Shapes(adapted.example()), None
+    where = f"{adapted.name}.example must return shapes by key"
+    with registry.errors_name(where, AttributeError):
+      example = {
+        key: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for key, x in adapted.example().items()
+      }
+    return adapted, sources.Shapes(example), None
   if adapted.load_data is None:
     data, where = read(), f"config.data ({config.data.get('name')!r})"
   else:

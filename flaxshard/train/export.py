@@ -96,6 +96,9 @@ def export(
   """
   if batch_size is not None:
     checks.integer("batch_size", batch_size, minimum=1)
+  for platform in platforms:
+    # JAX takes any name, and the characters of a text.
+    checks.one_of("platforms", platform, ("cpu", "cuda", "rocm", "tpu"))
   # Found before the export, which takes a while.
   with checks.extra("fs.export", "export"):
     import flatbuffers  # noqa: F401

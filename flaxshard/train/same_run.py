@@ -153,15 +153,15 @@ def check_earlier_run(
       "%s/%s is missing: not checked if the config fits", workdir, CONFIG_FILE
     )
     return
-  fields = now.keys() - definition.FREE_FIELDS
-  facts = {f"config.{name}": (before.get(name), now[name]) for name in fields}
-  count = (read_json(workdir, DATA_FILE) or {}).get("num_train_examples")
-  facts["the number of training examples"] = count, setup.num_train_examples
+  # Another version had other fields.
+  fields = now.keys() & before.keys() - definition.FREE_FIELDS
+  facts = {f"config.{name}": (before[name], now[name]) for name in fields}
+  if data_json := read_json(workdir, DATA_FILE):
+    # None of a stream.
+    count = data_json["num_train_examples"]
+    facts["the number of training examples"] = count, setup.num_train_examples
   changes = []
   for name in sorted(facts):
-    # Another version had no such field; a stream has no number of examples.
-    if None in facts[name]:
-      continue
     for path, old, new in checks.differences(*facts[name], name):
       if name in _DATA_FACTS:
         raise ValueError(

@@ -290,6 +290,7 @@ SQUARE = with_attributes(collate=lambda self, xs: {"inputs": np.eye(len(xs))})
 NO_AUX = with_result(lambda loss, aux: loss)
 NO_SCALAR = with_result(lambda loss, aux: (aux.metrics["loss"], aux))
 NO_DATA = with_attributes(load_data=None)
+NO_SHAPES = with_attributes(load_data=None, example=lambda self: (3,))
 NO_SPLITS = with_attributes(load_data=lambda self: ([], []))
 NO_VALUES = with_result(lambda loss, aux: (loss, tasks.Aux({})))
 NO_NUMBER = {"loss": np.ones(3)}
@@ -338,6 +339,7 @@ EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
     (lambda: steps.check_numbers("a", 3), ValueError, "^a .*by name.* 3"),
     (lambda: create_setup(NO_VALUES), ValueError, r"Changed.*KeyError.'loss'"),
     # Data of tasks.
+    (lambda: create_setup(NO_SHAPES), ValueError, "example .*shapes.*tuple"),
     (lambda: create_setup(NO_SPLITS), TypeError, r"load_data .*Splits.*\(\[\]"),
     (lambda: with_data(iter(EXAMPLES)), TypeError, "only once"),
     (lambda: with_data(Forever([])), ValueError, "train has no examples"),

@@ -177,6 +177,8 @@ def check_earlier_run(workdir, latest_step, num_examples=1437, **fields):
     ({"num_train_steps": 9}, "config.num_train_steps: 8 -> 9 =extend"),
     # Another number of examples under the same config.
     ({"num_examples": 96}, "number of training examples=96, 1437,"),
+    # A stream.
+    ({"num_examples": None}, "number of training examples=None, 1437,"),
     ({"seed": 1}, "config.seed=1, 0,"),
   ],
 )
