@@ -179,7 +179,6 @@ def check_earlier_run(workdir, latest_step, num_examples=1437, **fields):
     ({"num_examples": 96}, "number of training examples=96, 1437,"),
     # A stream.
     ({"num_examples": None}, "number of training examples=None, 1437,"),
-    ({"seed": 1}, "config.seed=1, 0,"),
   ],
 )
 def test_a_finished_workdir_with_a_change_raises(whole_run, changes, facts):

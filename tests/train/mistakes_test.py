@@ -87,7 +87,6 @@ def split(mesh, **pieces):
     # Numbers, choices, dicts, patterns and ranges.
     ({"batch_size": 0}, "config.batch_size 0 1"),
     ({"learning_rate": float("nan")}, "config.learning_rate nan"),
-    ({"on_nonfinite": "stopp"}, "config.on_nonfinite 'stop' 'stopp'"),
     ({"precision": "float16"}, "config.precision 'mixed_float16'"),
     ({"best_metric": "accuracy"}, "config.best_mode 'accuracy' 'max'"),
     ({"hooks": ("log",)}, "config.hooks[0] 'log' package.module:"),
