@@ -282,6 +282,8 @@ class StopRequest:
   which reports it to all processes. A SIGINT, which may have reached this
   process alone, is passed on to JAX as SIGTERM; see `agree`.
 
+  A key that is still held down after the block is no new request.
+
   Attributes:
     signum: Number of the first signal, or None.
   """
@@ -291,6 +293,7 @@ class StopRequest:
     self._count = 0
     self._last_time = -math.inf
     self._is_saving = False
+    self._has_ended = False
     self._before: dict[int, Any] = {}
 
   def __enter__(self) -> StopRequest:
@@ -304,9 +307,11 @@ class StopRequest:
     return self
 
   def __exit__(self, *error: object) -> None:
-    """Restores the handlers."""
-    for signum, handler in self._before.items():
-      signal.signal(signum, handler)
+    """Restores the handlers; after a request, once the key is released."""
+    self._has_ended = True
+    if self.signum is None:
+      for signum, handler in self._before.items():
+        signal.signal(signum, handler)
 
   @contextlib.contextmanager
   def saving(self) -> Iterator[None]:
@@ -344,6 +349,10 @@ class StopRequest:
     del frame
     before, self._last_time = self._last_time, time.monotonic()
     if self._last_time - before < _SAME_REQUEST_SECONDS:
+      return
+    if self._has_ended:
+      signal.signal(signum, self._before[signum])
+      os.kill(os.getpid(), signum)
       return
     self._count += 1
     name = signal.Signals(signum).name

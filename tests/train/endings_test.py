@@ -334,9 +334,13 @@ def test_the_first_signal_is_reported_and_handlers_are_restored(signum, clock):
     for _ in range(2):
       os.kill(os.getpid(), signum)
       assert request.signum == signum
+  # The key is still held down.
+  os.kill(os.getpid(), signum)
   assert not received
+  clock.now = 2
   os.kill(os.getpid(), signum)
   assert len(received) == 1
+  assert signal.getsignal(signum) is handler
 
 
 @pytest.mark.parametrize(
