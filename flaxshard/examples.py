@@ -2,13 +2,8 @@
 
 import pathlib
 
-_PACKAGED = pathlib.Path(__file__).parent / "examples"
-
+_HERE = pathlib.Path(__file__).parent
 # The wheel has the files in the package; in a checkout they stand beside it.
-__path__ = [
-  str(
-    _PACKAGED
-    if _PACKAGED.is_dir()
-    else pathlib.Path(__file__).parents[1] / "examples"
-  )
-]
+_PLACES = (_HERE / "examples", _HERE.parent / "examples")
+
+__path__ = [str(next(place for place in _PLACES if place.is_dir()))]

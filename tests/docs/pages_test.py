@@ -62,13 +62,6 @@ def test_what_covers_a_block_exists_and_is_needed() -> None:
       assert any(re.search(pattern, text) for text in texts[kind]), pattern
 
 
-def test_has_one_command_for_the_main_job_and_one_for_the_tests() -> None:
-  lines = (page_blocks.ROOT / "README.md").read_text().splitlines()
-  for part in ("--config=configs/digits.py", "-m pytest"):
-    found = [x for x in lines if x.startswith("python3 -m venv") and part in x]
-    assert len(found) == 1, part
-
-
 SHOWN = "```python\n{}\n```\n```text\n{}\n```\n"
 
 
