@@ -164,9 +164,10 @@ def check_earlier_run(
   for name in sorted(facts):
     for path, old, new in checks.differences(*facts[name], name):
       if name in _DATA_FACTS:
+        also = f" Changed as well: {', '.join(changes)}." if changes else ""
         raise ValueError(
           f"{path}={new!r}, but {workdir} was trained with {old!r}, so its "
-          "data cannot be continued. Use that value or another workdir."
+          f"data cannot be continued. Use that value or another workdir.{also}"
         )
       changes.append(f"{path}: {old!r} -> {new!r}")
   if not changes:
