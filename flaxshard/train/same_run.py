@@ -160,7 +160,7 @@ def check_earlier_run(
     # None of a stream.
     count = data_json["num_train_examples"]
     facts["the number of training examples"] = count, setup.num_train_examples
-  changes = []
+  changes: list[str] = []
   for name in sorted(facts):
     for path, old, new in checks.differences(*facts[name], name):
       if name in _DATA_FACTS:
