@@ -19,7 +19,6 @@ from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.state.train_state import TrainState
-from flaxshard.wrappers import agn as agn_lib
 
 _KEY = "run"
 
@@ -98,11 +97,9 @@ def _digest(tx: Any, shapes: TrainState) -> str:
   Hyper-parameters are constants of the program.
   """
 
-  def update(params: Any, grads: Any) -> agn_lib.ModelState:
+  def update(params: Any, grads: Any) -> tuple[Any, Any]:
     opt_state = opt_state_lib.init(tx, params)
-    return agn_lib.ModelState(
-      *optimizer_update.update(tx, params, opt_state, grads)
-    )
+    return optimizer_update.update(tx, params, opt_state, grads)
 
   _, own = train_states.find(shapes)
   traced = jax.jit(update).trace(shapes.params, own.grad_accum)

@@ -24,7 +24,6 @@ from flaxshard.center.train_states import Layout
 from flaxshard.core import gradients
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
-from flaxshard.wrappers import agn as agn_lib
 
 _NUMBERS = ("steps", "examples", "version")
 
@@ -138,14 +137,13 @@ def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
   all_grads = train_states.map_leaves(
     lambda path, _: grads.get(path), {"params": layout.model["params"]}
   )
-  old = agn_lib.ModelState(full["params"], full[layout.root])
-  tx = layout.agn.outer_tx or layout.shapes.tx
-  new = agn_lib.ModelState(
-    *optimizer_update.update(tx, *old, all_grads["params"])
+  params, opt_state = optimizer_update.update(
+    layout.agn.outer_tx or layout.shapes.tx,
+    full["params"],
+    full[layout.root],
+    all_grads["params"],
   )
-  found = train_states.leaves(
-    {"params": new.params, layout.root: new.opt_state}
-  )
+  found = train_states.leaves({"params": params, layout.root: opt_state})
   return {p: train_states.key_data(x) for p, x in found.items() if p in center}
 
 

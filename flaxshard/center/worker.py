@@ -437,7 +437,9 @@ class Worker:
     exchange, begin = self._exchanges.get(fragment), time.monotonic()
     if exchange is None:
       return state
-    while not exchange.watch.has_ended(_ASK_SECONDS * (not exchange.is_late)):
+    while not exchange.watch.has_ended(
+      0.0 if exchange.is_late else _ASK_SECONDS
+    ):
       if exchange.is_late:
         return state
       stops, seconds = self._ask(), self._options.deadline

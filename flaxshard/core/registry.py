@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 import contextlib
 import importlib
 import inspect
@@ -13,12 +13,6 @@ import ml_collections
 import numpy as np
 
 from flaxshard.core import checks
-
-# The kinds of parameters that may be given by name.
-_BY_NAME = (
-  inspect.Parameter.POSITIONAL_OR_KEYWORD,
-  inspect.Parameter.KEYWORD_ONLY,
-)
 
 
 def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
@@ -155,8 +149,7 @@ def construct(
     )
   parameters = _parameters(function)
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-  names = [p.name for p in parameters if p.kind in _BY_NAME]
-  known = [name for name in names if name not in given]
+  known = _names(parameters, given)
   # Before the call, so that misspelled arguments get a hint.
   for key in arguments:
     if key not in known and not takes_any:
@@ -217,12 +210,20 @@ def accepted(
     parameters = _parameters(function)
   except (TypeError, ValueError):
     return {}  # `construct` reports what cannot be called
-  known = [p.name for p in parameters if p.kind in _BY_NAME]
-  return {
-    name: value
-    for name, value in offered.items()
-    if name in known and name not in given
-  }
+  known = _names(parameters, given)
+  return {name: value for name, value in offered.items() if name in known}
+
+
+def _names(
+  parameters: Sequence[inspect.Parameter], given: Container[str]
+) -> list[str]:
+  """Returns the parameters that may be given by name, and are not yet."""
+  return [
+    p.name
+    for p in parameters
+    if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    and p.name not in given
+  ]
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:

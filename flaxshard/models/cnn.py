@@ -7,7 +7,7 @@ import jax
 
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
-from flaxshard.models import pooling
+from flaxshard.models import images
 
 
 class CNN(nn.Module):
@@ -54,7 +54,7 @@ class CNN(nn.Module):
     """
     # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
     checks.number("dropout", self.dropout, minimum=0, below=1)
-    pooling.check_images(inputs)
+    images.check(inputs)
     # A pooling of less than one window returns an empty image, or an error.
     smallest = 2 ** len(self.features)
     if min(inputs.shape[1:3]) < smallest:
@@ -67,7 +67,7 @@ class CNN(nn.Module):
     x = inputs
     for i, features in enumerate(self.features):
       x = nn.Conv(features, (3, 3), name=f"conv{i}", **dtypes)(x)
-      x = pooling.max_pool(nn.relu(x), 2, stride=2)
+      x = images.max_pool(nn.relu(x), 2, stride=2)
     x = x.reshape(x.shape[0], -1)
     x = nn.relu(nn.Dense(self.dense, name="dense", **dtypes)(x))
     x = nn.Dropout(self.dropout, deterministic=not train)(x)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core.policy import Policy
-from flaxshard.models import pooling
+from flaxshard.models import images
 
 _he_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
@@ -102,7 +102,7 @@ class ResNet(nn.Module):
     Raises:
       ValueError: The inputs do not have four dimensions.
     """
-    pooling.check_images(inputs)
+    images.check(inputs)
     dtypes = self.policy.dtypes
     # Explicit padding: with a stride, "SAME" pads even sizes on one side only.
     conv: Any = functools.partial(
@@ -122,7 +122,7 @@ class ResNet(nn.Module):
     )
     x = conv(self.width, (7, 7), 2, padding=3, name="stem_conv")(inputs)
     x = nn.relu(norm(name="stem_norm")(x))
-    x = pooling.max_pool(x, 3, stride=2, padding=1)
+    x = images.max_pool(x, 3, stride=2, padding=1)
     for stage, blocks in enumerate(self.stage_sizes):
       for block in range(blocks):
         x = Bottleneck(

@@ -82,6 +82,11 @@ class Description:
   note: str | None = None
 
   @property
+  def nbytes(self) -> int:
+    """Bytes of all arrays, each counted once."""
+    return sum(row.nbytes for row in self.rows)
+
+  @property
   def bytes_per_device(self) -> int:
     """Bytes on the device that holds the most."""
     return max(self._bytes_by_device().values(), default=0)
@@ -89,9 +94,8 @@ class Description:
   @property
   def summary(self) -> str:
     """Number of arrays, their size, and the devices that hold them."""
-    size = sum(row.nbytes for row in self.rows)
     return (
-      f"arrays: {len(self.rows)}, {_size(size)} in all; devices: "
+      f"arrays: {len(self.rows)}, {_size(self.nbytes)} in all; devices: "
       f"{len(self._bytes_by_device())}, at most "
       f"{_size(self.bytes_per_device)} on each"
     )
@@ -115,8 +119,7 @@ class Description:
       for r in group.rows:
         sizes = r.mark + _size(r.bytes_per_device), _size(r.nbytes)
         table.append((f"  {r.path}", str(r.shape), r.dtype, r.spec, *sizes))
-      size = sum(row.nbytes for row in group.rows)
-      sizes = _size(group.bytes_per_device), _size(size)
+      sizes = _size(group.bytes_per_device), _size(group.nbytes)
       table.append(("  total", "", "", "", *sizes))
     # One table for all groups, so that their columns align.
     lines = [checks.table(table, numbers=[4, 5])]

@@ -31,7 +31,7 @@ _check_scale = functools.partial(
 
 
 class _Unscaled(NamedTuple):
-  """How a gradient was unscaled.
+  """The scale of an unscaled gradient, and its value before.
 
   Attributes:
     scale: What it was divided by.

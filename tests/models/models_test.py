@@ -12,7 +12,7 @@ import pytest
 from flaxshard import models
 from flaxshard.core import jaxprs
 from flaxshard.core.policy import Policy
-from flaxshard.models import pooling
+from flaxshard.models import images
 
 IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (2, 12), 0, 50)
@@ -235,7 +235,7 @@ def test_values_and_gradients_are_those_of_flax(size, window, stride, padding):
     return nn.max_pool(x, (window,) * 2, (stride,) * 2, sides)
 
   def pool(x):
-    return pooling.max_pool(x, window, stride=stride, padding=padding)
+    return images.max_pool(x, window, stride=stride, padding=padding)
 
   @jax.jit
   def both(x):

@@ -21,7 +21,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.models import pooling
+from flaxshard.models import images
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.plans import check as check_lib
 from flaxshard.plans import step as step_lib
@@ -258,7 +258,7 @@ def max_pool_gathers_the_batch(strategy, wrong):
         # here: max_pool_gathers_the_batch
         x = nn.max_pool(x, (2, 2), (2, 2))
       else:
-        x = pooling.max_pool(x, 2, stride=2)
+        x = images.max_pool(x, 2, stride=2)
       return nn.Dense(8, dtype=jnp.float16)(x.reshape(x.shape[0], -1))
 
   state = create(strategy, Model(), jnp.ones((1, 8, 8, 1)))

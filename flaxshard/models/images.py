@@ -1,4 +1,4 @@
-"""Max pooling of images whose gradient is computed where its examples are."""
+"""Batches of images: their check, and max pooling with a local gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 
-def check_images(inputs: jax.Array) -> None:
+def check(inputs: jax.Array) -> None:
   """Raises a ValueError if inputs are no batch of images."""
   # Flax's Conv treats an input of three dimensions as one unbatched image.
   if inputs.ndim != 4:
