@@ -79,7 +79,8 @@ class Commits:
       # Without worker 0: `fs.load` of the run finds the model by it.
       same_run.write_files(self.setup, self.root)
     # One step is left at least: it is evaluated and saved.
-    return state, self._skip(step, 0, self.setup.config.num_train_steps - 1)
+    last = self.setup.config.num_train_steps - 1
+    return state, step + self._skip(step, 0, last)
 
   def commit(self, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Commits if a period ends; called after each step.
@@ -89,12 +90,13 @@ class Commits:
       step: The step just taken.
 
     Returns:
-      The state, and the step: a later one if this worker was away for so long
-      that the others have left it behind.
+      The state, and the number of skipped steps: not 0 if this worker was away
+      for so long that the others have left it behind.
     """
     before = self.worker.missed_steps
     state = self.worker.commit(state)
-    return state, self._skip(step, before, self.setup.config.num_train_steps)
+    last = self.setup.config.num_train_steps
+    return state, self._skip(step, before, last)
 
   def finish(self, state: TrainState) -> tuple[TrainState, bool]:
     """Waits for the other workers.
@@ -115,21 +117,20 @@ class Commits:
     return state, self.worker.is_finished
 
   def _skip(self, step: int, before: int, last: int) -> int:
-    """Skips batches up to the step of the others; returns the step.
+    """Skips batches up to the step of the others; returns their number.
 
     Args:
       step: The step of this worker.
       before: `Worker.missed_steps` at the step.
-      last: The last step to return.
+      last: The last step to skip.
     """
     missed = self.worker.missed_steps - before
     if self.worker.is_finished:
       missed = last
-    count = min(missed, last - step)
-    if count <= 0:
-      return step
-    self.train_iter.skip(count)
-    return step + count
+    count = max(0, min(missed, last - step))
+    if count:
+      self.train_iter.skip(count)
+    return count
 
 
 def synchronize(workdir: str) -> None:

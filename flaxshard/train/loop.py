@@ -96,13 +96,10 @@ def train_and_evaluate(
     rank = devices.find_rank(config, worker_id, num_workers, start_timeout)
     if multihost.is_process_known():
       same_run.check_config(config)
-    # First, because it can set the number of virtual devices: from here on JAX
-    # has started.
+    # From here on JAX has started: this can set the number of virtual devices.
     strategy = devices.create_strategy(
       devices.config_of_worker(config, rank.num_workers)
     )
-    if not multihost.is_process_known():
-      same_run.check_config(config)
     # After jax.distributed.initialize without flaxshard.initialize.
     failures.watch()
     console.quiet_other_processes(rank.worker_id)
@@ -123,9 +120,9 @@ def _run(
   hooks: Sequence[hooks_lib.Hook],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
+  # -- Set up.
+
   workdir = devices.folder_of_worker(root, rank.worker_id)
-  with multihost.raise_on_all_processes(ValueError):
-    files.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)
   report.require_packages(config.writer)
   call_hooks = hooks_lib.create(config, hooks, workdir, rank.worker_id)
@@ -157,6 +154,9 @@ def _run(
       # Left first: others need not wait for this worker's last checkpoint.
       commits = commits_lib.Commits(setup, root, stop_request, batches)
       stack.enter_context(commits.worker)
+
+    # -- Restore.
+
     state, first_step = same_run.restore_or_create(
       setup, workdir, checkpointer, batches
     )
@@ -173,12 +173,14 @@ def _run(
       report.log_result(workdir)
       return state, None
 
+    # -- Start.
+
     report.log_state(state, is_new=first_step == 0)
     # Now, so that the timer does not count it. JAX caches the executable: the
     # first call of the step finds it.
-    compile_time = time.monotonic()
+    start_time = time.monotonic()
     lowered.compile()
-    seconds = time.monotonic() - compile_time
+    seconds = time.monotonic() - start_time
     _log.info("compiled the train step in %.1f s", seconds)
     step = first_step
     if commits is not None:
@@ -198,9 +200,13 @@ def _run(
     watch = endings.Watch(config)
     rng = setup.train_rng()
     progress = setup.init_progress(step)
-    start_step, start_time = step, time.perf_counter()
+    row_step, seconds, start_time = step, 0.0, time.perf_counter()
     save_time = time.monotonic()
     is_last = False
+
+    # -- Train: for each batch a step, and now and then a row of metrics, an
+    # evaluation, a checkpoint.
+
     while not is_last:
       step += 1
       profile_before_step(step, state)
@@ -210,21 +216,21 @@ def _run(
         # On virtual devices, XLA can deadlock with several steps in flight.
         jax.block_until_ready(progress)
       if commits is not None:
-        state, committed_step = commits.commit(state, step)
-        if committed_step != step:
-          step = committed_step
+        state, skipped = commits.commit(state, step)
+        if skipped:
+          step += skipped
           progress = progress._replace(step=setup.init_progress(step).step)
+        if step == config.num_train_steps:
+          # The last center is evaluated and saved.
+          state, is_final = commits.finish(state)
+          if not is_final:
+            return state, stop_request.signum
 
       signum = stop_request.agree(step)
-      ends = step == config.num_train_steps
-      if ends and commits is not None:
-        # The last center is evaluated and saved.
-        state, is_final = commits.finish(state)
-        if not is_final:
-          return state, stop_request.signum
       # An exchange at every step would cost time.
       checkpointer.check(local=True)
       # The last step of a run is logged and saved, whatever its number.
+      ends = step == config.num_train_steps
       is_last = ends or signum is not None
       log = is_last or step % config.log_every_steps == 0
       evaluate = ends or step % config.eval_every_steps == 0
@@ -238,7 +244,8 @@ def _run(
         continue
 
       jax.block_until_ready(progress)
-      pause_time = time.perf_counter()
+      # The speed is that of the steps alone.
+      seconds += time.perf_counter() - start_time
       seen = setup.read_progress(progress)
       watch.check_steps(step, state, seen)
       evaluation: dict[str, float] = {}
@@ -253,9 +260,8 @@ def _run(
         row |= _train_row(setup, state, seen)
         if commits is not None:
           row |= commits.worker.metrics()
-        seconds = pause_time - start_time
-        row["steps_per_second"] = (step - start_step) / seconds
-        start_step, start_time = step, pause_time
+        row["steps_per_second"] = (step - row_step) / seconds
+        row_step, seconds = step, 0.0
         progress = setup.init_progress(step)
       row |= evaluation
       if row:
@@ -275,8 +281,9 @@ def _run(
       if row:
         # After the save: what a hook raises does not lose this step.
         call_hooks(step, state, row)
-      # The speed is that of the steps alone.
-      start_time += time.perf_counter() - pause_time
+      start_time = time.perf_counter()
+
+    # -- End.
 
     with stop_request.saving():
       checkpointer.wait()

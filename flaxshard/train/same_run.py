@@ -272,7 +272,8 @@ def _initialize(init_from: Any, state: TrainState) -> TrainState:
 def check_config(config: Any) -> None:
   """Raises if processes have other configs or packages.
 
-  Call it before JAX starts its devices: with other configs, that may hang.
+  Call it before JAX starts its devices, if the processes know of each other
+  then: with other configs, the start may hang.
 
   Args:
     config: A checked config.
@@ -284,7 +285,7 @@ def check_config(config: Any) -> None:
 
 
 def check_setup(setup: setup_lib.Setup, lowered: jax.stages.Lowered) -> None:
-  """Raises if processes have other data or train steps.
+  """Raises if processes have other configs, packages, data or train steps.
 
   The traced train step shows the devices, and the code of the model, the
   optimizer and the wrappers.
@@ -299,7 +300,11 @@ def check_setup(setup: setup_lib.Setup, lowered: jax.stages.Lowered) -> None:
   if multihost.process_count() == 1:
     return
   step = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-  facts = {"the traced train step (SHA-256)": step, **_data_facts(setup.splits)}
+  facts = {
+    **_code_facts(setup.config),
+    "the traced train step (SHA-256)": step,
+    **_data_facts(setup.splits),
+  }
   multihost.check_agreement(facts, _SAME_COMMAND)
 
 
@@ -355,14 +360,17 @@ def _source_facts(source: Any) -> dict[str, Any]:
 
 
 def check_workdir(workdir: str) -> None:
-  """Raises if the workdir is not the same directory for all processes.
+  """Creates the workdir; all processes must see the same directory.
 
   Args:
-    workdir: The absolute path of the workdir; it exists and can be written.
+    workdir: The absolute path of the workdir.
 
   Raises:
-    ValueError: A process does not see a file that process 0 has written.
+    ValueError: A process cannot write in it, or does not see a file that
+      process 0 has written.
   """
+  with multihost.raise_on_all_processes(ValueError):
+    files.check_writable("workdir", workdir)
   if multihost.process_count() == 1:
     return
   name = multihost.exchange(f".same_workdir_{uuid.uuid4().hex}")[0]
