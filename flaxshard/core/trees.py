@@ -261,13 +261,6 @@ def drop_weak_type(x: Any) -> jax.Array:
   return x
 
 
-def to_strong_shape(x: Any) -> Any:
-  """Returns an array, or a `jax.ShapeDtypeStruct`, without a weak type."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-  return drop_weak_type(x)
-
-
 def _buffers_of(x: jax.Array) -> set[Any]:
   """Returns what identifies the memory of an array, on each of its devices."""
   data: Any = x

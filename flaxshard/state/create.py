@@ -17,7 +17,6 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import jaxprs
-from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
@@ -160,11 +159,8 @@ def create_train_state(
 
   def create_fields(*args: Any) -> dict[str, PyTree]:
     given = init.initialize(*args)
-    computed = fields_lib.computed(
-      state.tx, state.wrappers, given, fields_lib.num_replicas(mesh)
-    )
-    # The train step donates the state, so no two outputs may share a buffer.
-    return trees.unshare_buffers({**given, **computed})
+    count = fields_lib.num_replicas(mesh)
+    return fields_lib.create(state.tx, state.wrappers, count, given)
 
   # Without a strategy the arrays are not committed to a device.
   args, shardings = init.args, None

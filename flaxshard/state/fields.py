@@ -7,7 +7,7 @@ their wrapper asks for. Everything else is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any, Protocol
@@ -157,33 +157,36 @@ def shardings_of(specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
   return jax.tree.map(lambda s: jax.sharding.NamedSharding(mesh, s), specs)
 
 
-def computed(
+def create(
   tx: Any,
   wrappers: tuple[base.Base, ...],
-  given: Mapping[str, Any],
-  num_replicas: int = 1,
-) -> dict[str, Any]:
-  """Returns the other fields of a state at step 0.
+  num_replicas: int,
+  given: Mapping[str, PyTree],
+) -> dict[str, PyTree]:
+  """Returns all array fields of a state at step 0, by name.
 
   Args:
     tx: The optax optimizer.
     wrappers: The wrappers.
-    given: `params` and the collections, by field name.
     num_replicas: Length of the replica axis of the per-replica leaves.
+    given: `params` and the collections, by field name.
+
+  Returns:
+    Strongly typed arrays, no two of which share memory: the train step donates
+    the state.
   """
   params, step = given["params"], jnp.zeros((), jnp.int32)
   opt_state = opt_state_lib.init(tx, params)
-  if not wrappers:
-    return dict(step=step, opt_state=opt_state)
-  others = {name: x for name, x in given.items() if name != "params"}
-  return dict(
-    step=step,
-    opt_state=opt_state,
-    wrapper_states=stack.init(wrappers, params, tx, others, num_replicas),
-  )
+  fields = dict(given, step=step, opt_state=opt_state)
+  if wrappers:
+    others = {name: x for name, x in given.items() if name != "params"}
+    fields["wrapper_states"] = stack.init(
+      wrappers, params, tx, others, num_replicas
+    )
+  return trees.unshare_buffers(fields)
 
 
-def complete_fields(
+def complete(
   tx: Any,
   wrappers: tuple[base.Base, ...],
   given: Mapping[str, PyTree],
@@ -202,25 +205,39 @@ def complete_fields(
     All fields by name. They have a `jax.ShapeDtypeStruct` for every array if
     `given` has, or if the devices of the mesh are for compiling alone.
   """
-  given = dict(given)
   for path, x in jax.tree_util.tree_leaves_with_path(given):
     trees.check_integers(trees.path_string(path), x)
-  create_fields = functools.partial(
-    computed, tx, wrappers, num_replicas=num_replicas(mesh)
-  )
-  is_abstract = any(
+  create_fields = functools.partial(create, tx, wrappers, num_replicas(mesh))
+  is_abstract = mesh_lib.is_compile_only(mesh) or any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
   )
-  if mesh is None and not is_abstract:
-    return trees.unshare_buffers({**given, **create_fields(given)})
-  is_abstract |= mesh_lib.is_compile_only(mesh)
   if is_abstract:
-    given = jax.tree.map(trees.to_strong_shape, given)
+    given = jax.tree.map(
+      lambda x: mesh_lib.abstract_array(x, getattr(x, "sharding", None)), given
+    )
+  elif mesh is None:
+    return create_fields(given)
   else:
     given = trees.unshare_buffers(given)
   # The shardings of slots and wrapper states depend on their shapes.
-  fields = {**given, **jax.eval_shape(create_fields, given)}
-  shardings = _shardings_of_fields(fields, given.keys(), wrappers, mesh)
+  fields = jax.eval_shape(create_fields, given)
+  if mesh is None:
+    with jax.ensure_compile_time_eval():
+      default = jax.device_put(0).sharding
+    shardings = jax.tree.map(lambda _: default, fields)
+  else:
+    specs = {
+      name: rules_lib.resolve(None, mesh, tree, argument=name)
+      for name, tree in given.items()
+    }
+    of_params = fields["params"], specs["params"]
+    specs["step"] = jax.P()
+    specs["opt_state"] = opt_state_lib.specs(fields["opt_state"], *of_params)
+    if wrappers:
+      specs["wrapper_states"] = wrapper_specs(
+        wrappers, fields["wrapper_states"], *of_params, mesh
+      )
+    shardings = shardings_of(specs, mesh)
   if is_abstract:
     return jax.tree.map(mesh_lib.abstract_array, fields, shardings)
   placed = {
@@ -229,7 +246,9 @@ def complete_fields(
   }
   # Sharded outputs: no device ever holds a whole slot of a split parameter.
   jitted = jax.jit(
-    lambda given: trees.unshare_buffers(create_fields(given)),
+    lambda given: {
+      name: x for name, x in create_fields(given).items() if name not in given
+    },
     out_shardings=shardings,
   )
   return {**placed, **jitted(placed)}
@@ -249,40 +268,8 @@ def reinitialize(state: Any, replaced: Mapping[str, PyTree]) -> Any:
   is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
   given = {**variables(state), **replaced}
   mesh = sharding.mesh if is_on_mesh else None
-  new = complete_fields(state.tx, state.wrappers, given, mesh)
+  new = complete(state.tx, state.wrappers, given, mesh)
   return state.replace(**new)
-
-
-def _shardings_of_fields(
-  fields: dict[str, PyTree],
-  given: Collection[str],
-  wrappers: tuple[base.Base, ...],
-  mesh: jax.sharding.Mesh | None,
-) -> dict[str, PyTree]:
-  """Returns the shardings of the fields of a state.
-
-  Args:
-    fields: All array fields by name: arrays, or shapes and dtypes of them.
-    given: The names of the parameters and the collections.
-    wrappers: The wrappers of the state.
-    mesh: The mesh; None puts everything on the default device.
-  """
-  if mesh is None:
-    with jax.ensure_compile_time_eval():
-      default = jax.device_put(0).sharding
-    return jax.tree.map(lambda _: default, fields)
-  specs = {
-    name: rules_lib.resolve(None, mesh, fields[name], argument=name)
-    for name in given
-  }
-  of_params = fields["params"], specs["params"]
-  specs["step"] = jax.P()
-  specs["opt_state"] = opt_state_lib.specs(fields["opt_state"], *of_params)
-  if wrappers:
-    specs["wrapper_states"] = wrapper_specs(
-      wrappers, fields["wrapper_states"], *of_params, mesh
-    )
-  return shardings_of(specs, mesh)
 
 
 def wrapper_specs(

@@ -171,7 +171,7 @@ class TrainState(flax_train_state.TrainState):
     given["params"] = params
     if mesh is not None:
       stack.check_replicas(wrappers, fields_lib.num_replicas(mesh))
-    arrays = fields_lib.complete_fields(tx, wrappers, given, mesh)
+    arrays = fields_lib.complete(tx, wrappers, given, mesh)
     if mesh is not None:
       tx = sparse_optimizer.with_shardings(tx, arrays["params"])
     own = dict(apply_fn=apply_fn, tx=tx, wrappers=wrappers)
