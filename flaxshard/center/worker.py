@@ -111,6 +111,14 @@ class Worker:
     )
     self._should_stop = should_stop or (lambda: False)
 
+  @property
+  def is_leader(self) -> bool:
+    """Whether no worker with a lower index has finished, which it looks up."""
+    with contextlib.suppress(store.StoreError):
+      self._members.look()
+    done = {int(name) for name in self._members.find("done")}
+    return min(done, default=self.worker_id) >= self.worker_id
+
   def start(self, state: Any, facts: Mapping[str, Any] | None = None) -> Any:
     """Joins the other workers, and returns the state to begin with.
 

@@ -7,6 +7,7 @@ the store what the workers commit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -23,6 +24,7 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import endings
 from flaxshard.train import load
+from flaxshard.train import report
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 
@@ -75,9 +77,6 @@ class Commits:
     """
     facts = same_run.worker_facts(self.setup)
     state = self.worker.start(state, facts=facts)
-    if same_run.read_json(self.root, same_run.CONFIG_FILE) is None:
-      # Without worker 0: `fs.load` of the run finds the model by it.
-      same_run.write_files(self.setup, self.root)
     # One step is left at least: it is evaluated and saved.
     last = self.setup.config.num_train_steps - 1
     return state, step + self._skip(step, 0, last)
@@ -115,6 +114,43 @@ class Commits:
         "or call continues from the last checkpoint"
       )
     return state, self.worker.is_finished
+
+  def publish(self, step: int, state: TrainState, row: report.Row) -> None:
+    """Saves the final center in the workdir of worker 0, if that is gone.
+
+    If that is locked, `fs.load` finds the final center in the store.
+
+    Args:
+      step: The last step.
+      state: The state with the final center.
+      row: The last row of metrics, with the evaluation.
+    """
+    worker, root, config = self.worker, self.root, self.setup.config
+    if not worker.worker_id or not worker.is_leader:
+      return
+    with contextlib.ExitStack() as stack:
+      try:
+        stack.callback(files.lock("workdir", root))
+      except ValueError as e:
+        _log.warning("the final center is in the store only: %s", e)
+        return
+      saver = stack.enter_context(same_run.open_checkpointer(config, root))
+      latest = saver.latest_step()
+      if latest is not None and latest >= step:
+        return
+      _log.warning(
+        "worker 0 is gone: worker %d saves the final center in %s",
+        worker.worker_id,
+        root,
+      )
+      same_run.write_files(self.setup, root)
+      evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
+      saver.save(step, state, data=self.train_iter, metrics=evaluation)
+      # Rows of this step may be those of a worker 0 that could not save it.
+      with contextlib.closing(report.MetricsFile(root, step - 1)) as file:
+        file.write(step, row)
+    report.draw(config, root)
+    report.log_result(root, logging.WARNING)
 
   def _skip(self, step: int, before: int, last: int) -> int:
     """Skips batches up to the step of the others; returns their number.

@@ -287,9 +287,12 @@ def _run(
 
     with stop_request.saving():
       checkpointer.wait()
-    if commits is not None and stopping.stopped_step is not None:
-      # Saved as it was evaluated; the others may go on from another center.
-      commits.finish(state)
+    if commits is not None:
+      if ends:
+        commits.publish(step, state, row)
+      if stopping.stopped_step is not None:
+        # Saved as it was evaluated; the others may go on from another center.
+        commits.finish(state)
   stopping.log()
   if ends or signum is None:
     report.log_result(workdir)

@@ -365,14 +365,21 @@ def _panels(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
   return dict(drawn[:_MAX_PANELS])
 
 
-def log_result(workdir: str) -> None:
-  """Logs the last metrics of a workdir, and where the files are."""
+def log_result(workdir: str, level: int = logging.INFO) -> None:
+  """Logs the last metrics and where the files are.
+
+  Args:
+    workdir: The folder of the files.
+    level: The level: workers but worker 0 log warnings only.
+  """
   final = read_last_values(workdir)
   # Of two lines, the second one is the evaluation.
   for line in format_row(final.pop("step", 0), final)[-1:]:
-    _log.info("done: %s", line)
-  _log.info(
-    "in %s: checkpoints/, metrics.jsonl, training.png, config.json", workdir
+    _log.log(level, "done: %s", line)
+  _log.log(
+    level,
+    "in %s: checkpoints/, metrics.jsonl, training.png, config.json",
+    workdir,
   )
 
 

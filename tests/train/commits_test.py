@@ -154,11 +154,19 @@ def test_who_starts_after_the_end_takes_the_final_center(tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_the_final_center_is_found_without_worker_0(tmp_path):
+def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
   state = run(tmp_path, **LATE)
-  loaded = fs.load(tmp_path)
-  assert loaded.step == head(tmp_path).step
-  assert_equal([state.params, loaded.params])
+  # Warnings are printed by all workers.
+  printed = [r.message for r in caplog.records if r.levelname == "WARNING"]
+  assert printed[-3:-1] == [
+    f"worker 0 is gone: worker 1 saves the final center in {tmp_path}",
+    f"done: step 8: {printed[-2].partition('8: ')[2]}",
+  ]
+  assert "eval_accuracy=" in printed[-2]
+  assert_equal([state.params, fs.load(tmp_path).params])
+  [row] = tiny.rows(tmp_path)
+  assert row == tiny.rows(tmp_path / "workers" / "1")[-1]
+  assert row["step"] == 8 and row["eval_accuracy"] > 0
 
 
 @pytest.mark.slow
@@ -213,6 +221,7 @@ def test_two_workers_end_like_two_replicas(programs, tmp_path):
   # Worker 0 alone prints rows and the result.
   assert output.count("step 14: eval_loss=") == 2
   assert output.count("[0]") > output.count("done: step 14: eval_loss=") == 1
+  assert "is gone" not in output and "store only" not in output
   loaded = [fs.load(tmp_path / "run"), fs.load(tmp_path / "run/workers/1")]
   assert [x.step for x in loaded] == [14, 14]
   assert_equal([x.params for x in loaded])
