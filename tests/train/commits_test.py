@@ -71,9 +71,8 @@ def undisturbed(tmp_path_factory):
 
 
 # In the middle of a period, at a commit, and at the last step.
-@pytest.mark.parametrize(
-  "step", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 3, 8])
 def test_a_lone_worker_that_was_stopped_ends_with_equal_bits(
   tmp_path, undisturbed, step
 ):
