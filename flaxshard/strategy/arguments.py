@@ -38,12 +38,14 @@ class Leaf(NamedTuple):
     kind: `OWN`, `SHARED` or `SPLIT`.
     wrappers: The wrappers of the TrainState that it is part of, or None.
     sharding: Of an argument that is on the mesh, else None.
+    is_placed: Whether the user has put it on a mesh, or it has no values.
   """
 
   path: Any
   kind: str
   wrappers: stack.Wrappers | None
   sharding: Any = None
+  is_placed: bool = True
 
   @property
   def argument(self) -> str:
@@ -51,9 +53,19 @@ class Leaf(NamedTuple):
     return f"argument {trees.path_string(self.path[1:])}"
 
   @property
-  def replica_spec(self) -> jax.P:
+  def stored_spec(self) -> jax.P:
     """Which dimensions of an argument are split over the replicas."""
     return specs_lib.only(self.sharding.spec, [mesh_lib.REPLICA])
+
+  @property
+  def spec(self) -> jax.P:
+    """Those of which each replica sees its part: all of what they share."""
+    return jax.P() if self.kind == SHARED else self.stored_spec
+
+  @property
+  def is_split(self) -> bool:
+    """Whether a replica sees a part of an argument."""
+    return self.spec != jax.P()
 
 
 def is_state(x: Any) -> bool:
@@ -93,6 +105,14 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
 
 
 # -- The arguments, before they are on the mesh.
+
+
+def is_placed(x: Any) -> bool:
+  """Returns whether an argument is on a mesh, or has no values to put there."""
+  # jax.jit(...).lower takes shapes without a sharding, which says nothing.
+  return isinstance(x, jax.ShapeDtypeStruct) or isinstance(
+    getattr(x, "sharding", None), NamedSharding
+  )
 
 
 def refuse_modules(args: PyTree) -> None:

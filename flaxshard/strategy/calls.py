@@ -19,7 +19,6 @@ import jax
 from flaxshard.core import checks
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.strategy import arguments
-from flaxshard.strategy import mistakes
 from flaxshard.strategy import program
 from flaxshard.strategy.program import Function
 from flaxshard.strategy.program import Options
@@ -104,7 +103,7 @@ class CompiledForms:
       What each leaf is, the leaves on the mesh, and the jitted program for
       arguments like these.
     """
-    mesh, donate_argnums, reductions = self.options
+    mesh, donate_argnums, _ = self.options
     # Only a call shows how many arguments there are.
     if any(not 0 <= i < len(args) for i in donate_argnums):
       raise ValueError(
@@ -118,14 +117,11 @@ class CompiledForms:
     key = treedef, tuple(x.sharding for x in placed)
     if key not in self._compiled:
       leaves = [
-        leaf._replace(sharding=x.sharding)
-        for leaf, x in zip(leaves, placed, strict=True)
+        leaf._replace(sharding=x.sharding, is_placed=arguments.is_placed(given))
+        for leaf, given, x in zip(leaves, values, placed, strict=True)
       ]
-      # Batches that are no list have the steps as their first dimension.
-      is_stacked = reductions is not None and not isinstance(args[1], list)
-      batches = mistakes.check_arguments(mesh, values, leaves, is_stacked)
       run = functools.partial(
-        program.run, self.get_function, self.options, treedef, leaves, batches
+        program.run, self.get_function, self.options, treedef, leaves
       )
       # JAX sees the leaves as arguments, not the trees.
       donated = [

@@ -11,34 +11,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import values
 from flaxshard.strategy import arguments
 from flaxshard.strategy import same_state
 from flaxshard.wrappers import stack
 
-NamedSharding = jax.sharding.NamedSharding
 _WRAPPER_STATES = jax.tree_util.GetAttrKey("wrapper_states")
 # The cause of a difference after which no primitive is to blame.
 _OWN = "a replica's own data"
 
 
 def check_arguments(
-  mesh: jax.sharding.Mesh,
-  given: Sequence[Any],
+  arrays: Sequence[jax.Array],
   leaves: Sequence[arguments.Leaf],
+  num_replicas: int,
   is_stacked: bool,
 ) -> list[str]:
-  """Checks the arguments of a new program.
+  """Checks the arguments of a program that is about to be traced.
 
   Args:
-    mesh: The strategy's mesh.
-    given: The leaves of the arguments, as they are passed to `run`.
+    arrays: The leaves of the arguments.
     leaves: What they are.
+    num_replicas: The number of replicas.
     is_stacked: Whether the second argument has batches of several steps,
       `[steps, ...]`.
 
@@ -50,43 +47,35 @@ def check_arguments(
       over replicas though the wrappers let replicas differ in it; or one batch
       is given in place of several.
   """
-  replicas = mesh.shape[mesh_lib.REPLICA]
   for wrappers in dict.fromkeys(x.wrappers for x in leaves if x.wrappers):
-    stack.check_replicas(wrappers, replicas)
+    stack.check_replicas(wrappers, num_replicas)
   whole = []
-  for x, leaf in zip(given, leaves, strict=True):
-    spec = leaf.replica_spec
+  for x, leaf in zip(arrays, leaves, strict=True):
     if leaf.kind == arguments.SHARED:
       w = leaf.wrappers or ()
       steps_alone = stack.groups_of(w) or stack.reduces(w) == "local"
-      if spec != jax.P() and steps_alone:
+      if leaf.stored_spec != jax.P() and steps_alone:
         raise ValueError(
           f"run: {leaf.argument} is split over 'replica', "
           f"{leaf.sharding.spec}, though its wrappers let replicas step alone: "
           f"split it over logical axes. {stack.divergence(w) or ''}"
         )
-      continue
-    if leaf.kind == arguments.OWN:
-      continue
-    if is_stacked and leaf.path[1].idx == 1 and values.has_replica_axis(spec):
-      # Its examples, split over the replicas, would be taken for steps.
-      raise ValueError(
-        f"run_steps: batches[{trees.path_string(leaf.path[2:])}] of shape "
-        f"{x.shape} is split over the replicas along its first dimension, "
-        "which is that of the steps. Pass a list of batches, [batch], or "
-        "arrays [steps, batch, ...] with the sharding PartitionSpec(None, "
-        "'replica')."
-      )
-    # Nobody has said how to split what is not on a mesh. jax.jit(...).lower
-    # takes shapes without a sharding, which says nothing.
-    if (
-      isinstance(x, (np.ndarray, jax.Array))
-      and not isinstance(getattr(x, "sharding", None), NamedSharding)
-      and not _is_key(x)
-      # With fewer examples than replicas it is hardly a batch.
-      and x.shape[int(is_stacked) :][:1] >= (replicas,)
-    ):
-      whole.append(f"{leaf.argument} of shape {x.shape}")
+    elif leaf.kind == arguments.SPLIT:
+      is_steps = is_stacked and leaf.path[1].idx == 1
+      if is_steps and values.has_replica_axis(leaf.spec):
+        # Its examples, split over the replicas, would be taken for steps.
+        raise ValueError(
+          f"run_steps: batches[{trees.path_string(leaf.path[2:])}] of shape "
+          f"{x.shape} is split over the replicas along its first dimension, "
+          "which is that of the steps. Pass a list of batches, [batch], or "
+          "arrays [steps, batch, ...] with the sharding PartitionSpec(None, "
+          "'replica')."
+        )
+      # With fewer examples than replicas it is hardly a batch. Nobody has said
+      # how to split what is not on a mesh.
+      is_batch = x.shape[int(is_stacked) :][:1] >= (num_replicas,)
+      if is_batch and not leaf.is_placed and not _is_key(x):
+        whole.append(f"{leaf.argument} of shape {x.shape}")
   return whole
 
 
@@ -101,7 +90,6 @@ def _is_key(x: Any) -> bool:
 def check_program(
   program: Any,
   leaves: Sequence[arguments.Leaf],
-  in_specs: Sequence[jax.P],
   results: Sequence[arguments.Leaf],
   batches: list[str],
   num_replicas: int,
@@ -111,7 +99,6 @@ def check_program(
   Args:
     program: The traced function of a replica.
     leaves: What its inputs are.
-    in_specs: Which dimensions of each of them are split over the replicas.
     results: What its outputs are.
     batches: The arguments that look like batches and are not split.
     num_replicas: The number of replicas.
@@ -130,8 +117,7 @@ def check_program(
     for wrappers in {leaf.wrappers for leaf in (*leaves, *results)}
   }
   inputs = [
-    same[leaf.wrappers] if spec == jax.P() else checker.own
-    for leaf, spec in zip(leaves, in_specs, strict=True)
+    checker.own if leaf.is_split else same[leaf.wrappers] for leaf in leaves
   ]
   found = list(zip(results, checker.run(program, inputs), strict=True))
   differing = [
@@ -155,8 +141,7 @@ def check_program(
     outputs = [x for leaf, x in found if leaf.wrappers is None]
     # What wrappers keep for each replica (AGN's local parameters) is no data.
     is_split = any(
-      spec != jax.P() and _WRAPPER_STATES not in leaf.path
-      for leaf, spec in zip(leaves, in_specs, strict=True)
+      leaf.is_split and _WRAPPER_STATES not in leaf.path for leaf in leaves
     )
     # An array that fn captures is gathered, so that each replica has all of it.
     captured = [

@@ -53,7 +53,6 @@ def run(
   options: Options,
   treedef: Any,
   leaves: Sequence[arguments.Leaf],
-  batches: list[str],
   *arrays: jax.Array,
 ) -> PyTree:
   """Returns what a function returns, on all replicas; it is jitted.
@@ -63,26 +62,23 @@ def run(
     options: How it is compiled.
     treedef: The structure of `(args, kwargs)`.
     leaves: What the leaves of the arguments are.
-    batches: Those that look like batches and are not split.
     *arrays: The leaves.
   """
-  mesh, in_specs, parts, shapes = options.mesh, [], [], []
-  for x, leaf in zip(arrays, leaves, strict=True):
-    spec, sharding = leaf.replica_spec, leaf.sharding
-    shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
-    if leaf.kind == arguments.SHARED and spec != jax.P():
-      # jax.shard_map gathers what is stored split over the replicas, but only
-      # where the axes are Auto.
-      gathered = specs_lib.only(sharding.spec, mesh_lib.logical_axes(mesh))
-      x, spec = mesh_lib.constrain(x, NamedSharding(mesh, gathered)), jax.P()
-    in_specs.append(spec)
-    parts.append(x)
-  nodes = jax.tree.leaves(treedef.unflatten(shapes), is_leaf=arguments.is_state)
+  mesh, replicas = options.mesh, options.mesh.shape[mesh_lib.REPLICA]
+  given = treedef.unflatten(
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding)
+    for x, leaf in zip(arrays, leaves, strict=True)
+  )
+  nodes = jax.tree.leaves(given, is_leaf=arguments.is_state)
   states = list(filter(arguments.is_state, nodes))
-  replicas = mesh.shape[mesh_lib.REPLICA]
   context = replica_context.ReplicaContext(
     replicas, params=tuple(state.params for state in states)
   )
+  # Batches that are no list have the steps as their first dimension.
+  is_stacked = options.reductions is not None and not isinstance(
+    given[0][1], list
+  )
+  batches = mistakes.check_arguments(arrays, leaves, replicas, is_stacked)
   returned: list[Any] = []
 
   def body(*arrays: jax.Array) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -112,10 +108,19 @@ def run(
         shared[i] = x
     return shared, own
 
+  parts = []
+  for x, leaf in zip(arrays, leaves, strict=True):
+    if leaf.spec != leaf.stored_spec:
+      # jax.shard_map gathers what is stored split over the replicas, but only
+      # where the axes are Auto.
+      axes = mesh_lib.logical_axes(mesh)
+      gathered = specs_lib.only(leaf.sharding.spec, axes)
+      x = mesh_lib.constrain(x, NamedSharding(mesh, gathered))
+    parts.append(x)
   mapped = jax.shard_map(
     body,
     mesh=mesh,
-    in_specs=tuple(in_specs),
+    in_specs=tuple(leaf.spec for leaf in leaves),
     out_specs=(jax.P(), jax.P(mesh_lib.REPLICA)),
     axis_names={mesh_lib.REPLICA},
     # With check_vma=True, jax.grad would sum the gradients of replicated
@@ -129,7 +134,7 @@ def run(
   # The numbers of the leaves, in the order in which the program returns them.
   order = [i for group in traced.out_info for i in group]
   results = [kinds[i] for i in order]
-  mistakes.check_program(program, leaves, in_specs, results, batches, replicas)
+  mistakes.check_program(program, leaves, results, batches, replicas)
   # On CPU bfloat16 is summed in float32.
   if mesh.devices.flat[0].platform != "cpu":
     program = rewrites.sum_before_widening(program)
