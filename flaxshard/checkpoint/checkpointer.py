@@ -231,7 +231,7 @@ class Checkpointer:
     ended = manager is not None and not manager.is_saving_in_progress()
     # A save ends in all processes at about the same time. Waiting for the end
     # of it joins a thread, and needs no other process.
-    if ended if local else "True" in multihost.exchange(str(ended)):
+    if ended if local else any(multihost.exchange(ended)):
       self.wait()
 
   def save(

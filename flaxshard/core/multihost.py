@@ -1,4 +1,4 @@
-"""Shares errors, flags and texts between the processes of a program.
+"""Shares errors, flags and values between the processes of a program.
 
 All of it goes through the key-value store of JAX's coordination service, which
 process 0 runs. It needs no devices, and a process that waits here is not in a
@@ -101,13 +101,13 @@ def coordination_client() -> Any:
   return ocp.multihost.get_jax_distributed_client()
 
 
-def exchange(text: str) -> list[str]:
-  """Returns the texts of all processes, by process.
+def exchange(value: Any) -> list[Any]:
+  """Returns the values of all processes, by process.
 
   All processes must call it, in the same order as other exchanges.
 
   Args:
-    text: The text of this process.
+    value: That of this process: a value for JSON.
 
   Raises:
     jax.errors.JaxRuntimeError: Another process has ended.
@@ -118,17 +118,17 @@ def exchange(text: str) -> list[str]:
   """
   index, count = process_index(), process_count()
   if count == 1:
-    return [text]
+    return [value]
   client = coordination_client()
   number = next(_exchange_numbers)
   name = f"flaxshard/exchange/{number}"
-  client.key_value_set(f"{name}/{index}", text)
+  client.key_value_set(f"{name}/{index}", json.dumps(value))
   client.wait_at_barrier(name, _TIMEOUT_MS)
   if number:
-    # All processes have read the texts before: they are at this exchange.
+    # All processes have read the values before: they are at this exchange.
     client.key_value_delete(f"flaxshard/exchange/{number - 1}/{index}")
   received = dict(client.key_value_dir_get(f"{name}/"))
-  return [received[f"{name}/{process}"] for process in range(count)]
+  return [json.loads(received[f"{name}/{k}"]) for k in range(count)]
 
 
 @contextlib.contextmanager
@@ -163,7 +163,7 @@ def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
   if error is not None:
     matches = [isinstance(error, kind) for kind in kinds] + [True]
     sent = (matches.index(True), str(error)[:_MESSAGE_LENGTH])
-  received = [json.loads(text) for text in exchange(json.dumps(sent))]
+  received = exchange(sent)
   if error is not None:
     raise error
   for process, failure in enumerate(received):
@@ -192,9 +192,8 @@ def check_agreement(facts: Mapping[str, Any], hint: str = "") -> None:
   if process_count() == 1:
     return
   name = f"process {process_index()} (host {socket.gethostname()}, "
-  texts = exchange(json.dumps([f"{name}pid {os.getpid()})", facts]))
-  # As JSON, which has lists for tuples.
-  (name_0, facts_0), *others = map(json.loads, texts)
+  # All as JSON, which has lists for tuples.
+  (name_0, facts_0), *others = exchange([f"{name}pid {os.getpid()})", facts])
   for name_1, facts_1 in others:
     for field, value_0, value_1 in checks.differences(facts_0, facts_1):
       raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import functools
-import json
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from clu import metrics as clu_metrics
@@ -290,7 +289,7 @@ def evaluate(
   else:
     values = check_numbers(f"{task.name}.evaluate", task.evaluate(evaluation))
     # Other code may compute another value in each process.
-    values = json.loads(multihost.exchange(json.dumps(values))[0])
+    values = multihost.exchange(values)[0]
   metrics = {f"eval_{name}": value for name, value in values.items()}
   _check_names(config, metrics)
   return metrics

@@ -255,4 +255,4 @@ def _best_step(config: Any, workdir: str) -> int:
       raise ValueError(
         f"step='best': no checkpoint in {workdir} has a finite {metric}."
       )
-  return int(multihost.exchange(str(number))[0])
+  return int(multihost.exchange(number)[0])

@@ -239,7 +239,7 @@ def _run(
         minutes = (time.monotonic() - save_time) / 60
         is_due = minutes >= config.checkpoint_every_minutes
         # Clocks differ, and all processes must save: that of process 0 counts.
-        save = multihost.exchange(str(is_due))[0] == "True"
+        save = multihost.exchange(is_due)[0]
       if not (log or evaluate or save):
         continue
 
