@@ -7,7 +7,7 @@ worker, which may have many processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import logging
@@ -111,7 +111,6 @@ def find_rank(
   worker_id: int | None = None,
   num_workers: int | None = None,
   start_timeout: float = 300.0,
-  environ: Mapping[str, str] = os.environ,
 ) -> Rank:
   """Returns the worker that this process is.
 
@@ -124,7 +123,6 @@ def find_rank(
       variables of JAX, torchrun, Slurm, Open MPI or Kubernetes.
     num_workers: Number of workers; None: as found in the environment.
     start_timeout: Seconds that the workers wait for each other at the start.
-    environ: The environment variables.
 
   Raises:
     ValueError: The processes are connected by JAX, the config has no AGN
@@ -145,7 +143,7 @@ def find_rank(
       "jax.distributed.initialize()."
     )
   found = cluster.find(
-    environ,
+    os.environ,
     num_processes=num_workers,
     process_id=worker_id,
     needs_coordinator=False,

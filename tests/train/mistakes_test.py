@@ -192,7 +192,7 @@ def check(**fields):
 
 
 def find_rank(wrappers, *args):
-  return devices.find_rank(check(wrappers=wrappers), *args, environ={})
+  return devices.find_rank(check(wrappers=wrappers), *args)
 
 
 def share(**fields):

@@ -80,14 +80,15 @@ def test_a_spatial_split_exchanges_borders_only():
   assert not [s for s in gathered if re.match(r"f32\[16,8,8,[14]\]", s)]
 
 
-def test_rank_is_found_in_the_environment():
-  environ = {"RANK": "2", "WORLD_SIZE": "4"}
+def test_rank_is_found_in_the_environment(monkeypatch):
+  monkeypatch.setenv("RANK", "2")
+  monkeypatch.setenv("WORLD_SIZE", "4")
   config = check(wrappers=STORE)
-  assert devices.find_rank(config, environ=environ) == Rank(2, 4)
-  rank = devices.find_rank(config, 1, 3, start_timeout=5, environ=environ)
+  assert devices.find_rank(config) == Rank(2, 4)
+  rank = devices.find_rank(config, 1, 3, start_timeout=5)
   assert rank == Rank(1, 3, 5.0)
   # Without AGN in a store, the variables are for JAX.
-  assert devices.find_rank(check(wrappers=()), environ=environ) == Rank()
+  assert devices.find_rank(check(wrappers=())) == Rank()
 
 
 def test_workers_read_the_rows_of_their_replicas():
