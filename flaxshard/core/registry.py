@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 import contextlib
 import importlib
 import inspect
@@ -147,9 +147,7 @@ def construct(
     raise checks.ArgumentTypeError(
       f"{where} must name something callable, got {function!r}."
     )
-  parameters = _parameters(function)
-  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-  known = _names(parameters, given)
+  known, takes_any = _names(function, given)
   # Before the call, so that misspelled arguments get a hint.
   for key in arguments:
     if key not in known and not takes_any:
@@ -207,31 +205,31 @@ def accepted(
     {'rngs': 0}
   """
   try:
-    parameters = _parameters(function)
+    known, _ = _names(function, given)
   except (TypeError, ValueError):
     return {}  # `construct` reports what cannot be called
-  known = _names(parameters, given)
   return {name: value for name, value in offered.items() if name in known}
 
 
-def _names(
-  parameters: Sequence[inspect.Parameter], given: Container[str]
-) -> list[str]:
-  """Returns the parameters that may be given by name, and are not yet."""
-  return [
+def _names(function: Any, given: Container[str]) -> tuple[list[str], bool]:
+  """Returns which arguments a function takes by name, and whether any.
+
+  Args:
+    function: The function or class.
+    given: The names of arguments that it has already.
+  """
+  parameters = [*inspect.signature(function).parameters.values()]
+  if inspect.isclass(function) and type(function).__call__ is not type.__call__:
+    # NNX modules have a metaclass whose call takes any arguments.
+    constructor = inspect.signature(function.__init__)
+    _, *parameters = constructor.parameters.values()
+  names = [
     p.name
     for p in parameters
     if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     and p.name not in given
   ]
-
-
-def _parameters(function: Any) -> list[inspect.Parameter]:
-  """Returns the parameters of a function, or of the constructor of a class."""
-  if inspect.isclass(function) and type(function).__call__ is not type.__call__:
-    # NNX modules have a metaclass whose call takes any arguments.
-    return list(inspect.signature(function.__init__).parameters.values())[1:]
-  return list(inspect.signature(function).parameters.values())
+  return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def to_plain(value: Any) -> Any:

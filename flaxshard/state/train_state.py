@@ -157,18 +157,11 @@ class TrainState(flax_train_state.TrainState):
     """
     wrappers = stack.check(wrappers)
     mesh = fields_lib.mesh_of(strategy)
-    check_collections(cls, collections)
+    static, given = _split_fields(cls, collections)
+    given["params"] = params
     opt_state_lib.check_tx(tx)
     if sparse or sparse_semantics != "lazy":
       tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
-    fields = fields_lib.fields_by_name(cls)
-    static = {
-      name: value
-      for name, value in collections.items()
-      if name in fields and not fields_lib.is_array_field(fields[name])
-    }
-    given = {k: v for k, v in collections.items() if k not in static}
-    given["params"] = params
     if mesh is not None:
       stack.check_replicas(wrappers, fields_lib.num_replicas(mesh))
     arrays = fields_lib.complete(tx, wrappers, given, mesh)
@@ -410,7 +403,7 @@ class TrainState(flax_train_state.TrainState):
     reduction = None if skip_gradients_aggregation else "mean"
     if aggregation is not None:
       reduction = tf_surface.check_aggregation(
-        aggregation, skip_gradients_aggregation, self.wrappers, extra
+        aggregation, skip_gradients_aggregation, self.wrappers
       )
     in_replica = replica_context.get_replica_context() is not None
     if collections and (self.wrappers or in_replica):
@@ -662,18 +655,30 @@ class TrainState(flax_train_state.TrainState):
     return fields_lib.build, (self._base_class or type(self), fields)
 
 
-def check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
-  """Raises unless collections can be fields of a state of a class."""
-  fields = set(fields_lib.fields_by_name(cls))
-  taken = (fields & set(fields_lib.fields_by_name(TrainState))) | (
-    set(dir(cls)) - fields - _HIDEABLE
+def _split_fields(
+  cls: type, values: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, PyTree]]:
+  """Divides further fields of a new state into static ones and collections.
+
+  Raises:
+    ValueError: One has the name of another attribute of the state.
+    TypeError: One that `cls` does not declare is no tree of arrays.
+  """
+  fields = fields_lib.fields_by_name(cls)
+  taken = (fields.keys() & fields_lib.fields_by_name(TrainState)) | (
+    set(dir(cls)) - fields.keys() - _HIDEABLE
   )
-  for name, tree in collections.items():
+  static: dict[str, Any] = {}
+  collections: dict[str, PyTree] = {}
+  for name, value in values.items():
     if name in taken:
       raise ValueError(
         f"a collection cannot be named {name!r}: a TrainState has an attribute "
         "of that name."
       )
-    # A misspelt argument, such as `wrapers`, would be a collection.
     if name not in fields:
-      trees.check_arrays(name, tree)
+      # A misspelt argument, such as `wrapers`, would be a collection.
+      trees.check_arrays(name, value)
+    is_static = name in fields and not fields_lib.is_array_field(fields[name])
+    (static if is_static else collections)[name] = value
+  return static, collections

@@ -117,11 +117,10 @@ class Accumulate(base.Base):
     del target, saved
     return state
 
-  def specs(self, state: AccumulateState) -> Any:
+  def specs(self, state: AccumulateState) -> AccumulateState:
     """Returns the specs: the sums are per replica if `per_replica`."""
     spec = jax.P(mesh_lib.REPLICA) if self.per_replica else jax.P()
-    specs: Any = jax.tree.map(lambda _: jax.P(), state)
-    return specs._replace(grads=jax.tree.map(lambda _: spec, state.grads))
+    return AccumulateState(jax.tree.map(lambda _: spec, state.grads), jax.P())
 
   def pending(self, state: AccumulateState) -> jax.Array:
     """Returns the number of batches in the sum."""
