@@ -117,10 +117,11 @@ class Accumulate(base.Base):
     del target, saved
     return state
 
-  def specs(self, state: AccumulateState) -> AccumulateState:
+  def specs(self, state: AccumulateState) -> Any:
     """Returns the specs: the sums are per replica if `per_replica`."""
     spec = jax.P(mesh_lib.REPLICA) if self.per_replica else jax.P()
-    return AccumulateState(jax.tree.map(lambda _: spec, state.grads), jax.P())
+    specs: Any = jax.tree.map(lambda _: jax.P(), state)
+    return specs._replace(grads=jax.tree.map(lambda _: spec, state.grads))
 
   def pending(self, state: AccumulateState) -> jax.Array:
     """Returns the number of batches in the sum."""
