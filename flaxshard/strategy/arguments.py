@@ -37,15 +37,15 @@ class Leaf(NamedTuple):
     path: Its path.
     kind: `OWN`, `SHARED` or `SPLIT`.
     wrappers: The wrappers of the TrainState that it is part of, or None.
-    sharding: Of an argument that is on the mesh, else None.
     is_placed: Whether the user has put it on a mesh, or it has no values.
+    sharding: Of an argument in the program, else None.
   """
 
   path: Any
   kind: str
   wrappers: stack.Wrappers | None
+  is_placed: bool
   sharding: Any = None
-  is_placed: bool = True
 
   @property
   def argument(self) -> str:
@@ -61,11 +61,6 @@ class Leaf(NamedTuple):
   def spec(self) -> jax.P:
     """Those of which each replica sees its part: all of what they share."""
     return jax.P() if self.kind == SHARED else self.stored_spec
-
-  @property
-  def is_split(self) -> bool:
-    """Whether a replica sees a part of an argument."""
-    return self.spec != jax.P()
 
 
 def is_state(x: Any) -> bool:
@@ -99,20 +94,17 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
       if values.is_per_replica(x):
         kind, x = OWN, x.value
       for rest, value in jax.tree_util.tree_leaves_with_path(x):
-        leaves.append(Leaf((*path, *inner, *rest), kind, wrappers))
+        # jax.jit(...).lower takes shapes without a sharding.
+        is_placed = isinstance(value, jax.ShapeDtypeStruct) or isinstance(
+          getattr(value, "sharding", None), NamedSharding
+        )
+        whole_path = (*path, *inner, *rest)
+        leaves.append(Leaf(whole_path, kind, wrappers, is_placed))
         found.append(value)
   return leaves, found
 
 
 # -- The arguments, before they are on the mesh.
-
-
-def is_placed(x: Any) -> bool:
-  """Returns whether an argument is on a mesh, or has no values to put there."""
-  # jax.jit(...).lower takes shapes without a sharding, which says nothing.
-  return isinstance(x, jax.ShapeDtypeStruct) or isinstance(
-    getattr(x, "sharding", None), NamedSharding
-  )
 
 
 def refuse_modules(args: PyTree) -> None:

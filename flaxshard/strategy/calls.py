@@ -117,8 +117,8 @@ class CompiledForms:
     key = treedef, tuple(x.sharding for x in placed)
     if key not in self._compiled:
       leaves = [
-        leaf._replace(sharding=x.sharding, is_placed=arguments.is_placed(given))
-        for leaf, given, x in zip(leaves, values, placed, strict=True)
+        leaf._replace(sharding=x.sharding)
+        for leaf, x in zip(leaves, placed, strict=True)
       ]
       run = functools.partial(
         program.run, self.get_function, self.options, treedef, leaves

@@ -51,10 +51,9 @@ def check_arguments(
     stack.check_replicas(wrappers, num_replicas)
   whole = []
   for x, leaf in zip(arrays, leaves, strict=True):
-    if leaf.kind == arguments.SHARED:
+    if leaf.spec != leaf.stored_spec:
       w = leaf.wrappers or ()
-      steps_alone = stack.groups_of(w) or stack.reduces(w) == "local"
-      if leaf.stored_spec != jax.P() and steps_alone:
+      if stack.groups_of(w) or stack.reduces(w) == "local":
         raise ValueError(
           f"run: {leaf.argument} is split over 'replica', "
           f"{leaf.sharding.spec}, though its wrappers let replicas step alone: "
@@ -117,7 +116,8 @@ def check_program(
     for wrappers in {leaf.wrappers for leaf in (*leaves, *results)}
   }
   inputs = [
-    checker.own if leaf.is_split else same[leaf.wrappers] for leaf in leaves
+    same[leaf.wrappers] if leaf.spec == jax.P() else checker.own
+    for leaf in leaves
   ]
   found = list(zip(results, checker.run(program, inputs), strict=True))
   differing = [
@@ -141,7 +141,8 @@ def check_program(
     outputs = [x for leaf, x in found if leaf.wrappers is None]
     # What wrappers keep for each replica (AGN's local parameters) is no data.
     is_split = any(
-      leaf.is_split and _WRAPPER_STATES not in leaf.path for leaf in leaves
+      leaf.spec != jax.P() and _WRAPPER_STATES not in leaf.path
+      for leaf in leaves
     )
     # An array that fn captures is gathered, so that each replica has all of it.
     captured = [
