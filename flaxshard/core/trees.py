@@ -261,6 +261,23 @@ def drop_weak_type(x: Any) -> jax.Array:
   return x
 
 
+def as_arrays(tree: PyTree) -> PyTree:
+  """Returns a tree of JAX arrays without weak types.
+
+  Args:
+    tree: A tree of arrays and numbers. A `jax.ShapeDtypeStruct` stays.
+
+  Raises:
+    ValueError: JAX would wrap integers around; see `check_integers`.
+  """
+
+  def convert(path: Path, x: Any) -> Any:
+    check_integers(path_string(path), x)
+    return x if isinstance(x, jax.ShapeDtypeStruct) else drop_weak_type(x)
+
+  return jax.tree_util.tree_map_with_path(convert, tree)
+
+
 def _buffers_of(x: jax.Array) -> set[Any]:
   """Returns what identifies the memory of an array, on each of its devices."""
   data: Any = x

@@ -82,7 +82,8 @@ class ReplicaContext:
     """Returns the sum or the mean of arrays over the replicas.
 
     Args:
-      reduce_op: `"sum"` or `"mean"`. The mean of integers is float32.
+      reduce_op: `"sum"` or `"mean"`. The mean of integers is float32; the sum
+        of those of 8 and 16 bits has 32 bits or more, as that of `jnp.sum`.
       value: A tree of arrays `[...]`, the values of this replica. float16 is
         sent and reduced in float32, so that no sum overflows on the way. Of an
         `IndexedSlices` row numbers and rows are gathered, or the whole array is
@@ -98,7 +99,7 @@ class ReplicaContext:
     checks.one_of("reduce_op", reduce_op, REDUCE_OPS)
 
     def as_summand(x: Any) -> Any:
-      x = x if is_indexed_slices(x) else _as_number(x)
+      x = _as_number(x)
       # The sum of integers may wrap around though their mean does not.
       return x / 1 if reduce_op == "mean" else x
 
@@ -448,7 +449,8 @@ def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
   return fold_in(key.reshape(-1)).reshape(key.shape)
 
 
-def _as_number(x: Any) -> jax.Array:
-  """Returns an array that can be summed: booleans become 0 and 1."""
-  x = jnp.asarray(x)
-  return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+def _as_number(x: Any) -> Any:
+  """Returns an array or rows, booleans and small integers as `jnp.sum` does."""
+  x = x if is_indexed_slices(x) else jnp.asarray(x)
+  is_small = x.dtype.itemsize < 4 and not jnp.issubdtype(x.dtype, jnp.inexact)
+  return x.astype(jnp.sum(jnp.zeros((), x.dtype)).dtype) if is_small else x

@@ -205,8 +205,7 @@ def complete(
     All fields by name. They have a `jax.ShapeDtypeStruct` for every array if
     `given` has, or if the devices of the mesh are for compiling alone.
   """
-  for path, x in jax.tree_util.tree_leaves_with_path(given):
-    trees.check_integers(trees.path_string(path), x)
+  given = trees.as_arrays(given)
   create_fields = functools.partial(create, tx, wrappers, num_replicas(mesh))
   is_abstract = mesh_lib.is_compile_only(mesh) or any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)

@@ -202,7 +202,11 @@ def merge_lora(state: TrainState) -> dict[str, PyTree]:
   if not isinstance(apply_fn, Apply):
     return variables
   params, frozen = variables["params"], variables.pop(FROZEN)
-  shardings = {p: x.sharding for p, x in model_leaves(params, frozen).items()}
+  # In a trace arrays have no sharding: the compiler chooses it.
+  shardings = {
+    path: None if isinstance(x, jax.core.Tracer) else x.sharding
+    for path, x in model_leaves(params, frozen).items()
+  }
   out_shardings = traverse_util.unflatten_dict(shardings)
   merged = jax.jit(merge, static_argnums=2, out_shardings=out_shardings)
   variables["params"] = merged(params, frozen, apply_fn.scale)

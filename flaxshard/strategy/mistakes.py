@@ -70,12 +70,17 @@ def check_arguments(
           "arrays [steps, batch, ...] with the sharding PartitionSpec(None, "
           "'replica')."
         )
-      # With fewer examples than replicas it is hardly a batch. Nobody has said
-      # how to split what is not on a mesh.
-      is_batch = x.shape[int(is_stacked) :][:1] >= (num_replicas,)
-      if is_batch and not leaf.is_placed and not _is_key(x):
+      # Nobody has said how to split what is not on a mesh.
+      axis = int(is_stacked)
+      if not leaf.is_placed and _may_be_batch(x, num_replicas, axis):
         whole.append(f"{leaf.argument} of shape {x.shape}")
   return whole
+
+
+def _may_be_batch(x: Any, num_replicas: int, axis: int = 0) -> bool:
+  """Returns whether an array may be a batch, of examples along an axis."""
+  # With fewer examples than replicas it is hardly a batch.
+  return x.shape[axis:][:1] >= (num_replicas,) and not _is_key(x)
 
 
 def _is_key(x: Any) -> bool:
@@ -144,12 +149,23 @@ def check_program(
       leaf.spec != jax.P() and _WRAPPER_STATES not in leaf.path
       for leaf in leaves
     )
-    # An array that fn captures is gathered, so that each replica has all of it.
+    has_batch = any(
+      leaf.kind == arguments.SPLIT and aval.shape[:1] >= (num_replicas,)
+      for leaf, aval in zip(leaves, program.in_avals, strict=True)
+    )
+
+    def is_captured_batch(x: Any) -> bool:
+      sharding = getattr(x, "sharding", None)
+      if isinstance(sharding, jax.sharding.NamedSharding):
+        # It is gathered, so that each replica has all of it.
+        return values.has_replica_axis(sharding.spec)
+      # Beside a batch it may be a table.
+      return not has_batch and _may_be_batch(x, num_replicas)
+
     captured = [
       f"a captured array of shape {x.shape} (pass it as an argument)"
       for x in program.consts
-      if isinstance(x, jax.Array)
-      and values.has_replica_axis(getattr(x.sharding, "spec", None))
+      if is_captured_batch(x)
     ]
     whole = [] if is_split else batches + captured
     _warn(checker.gradients, outputs, whole, num_replicas)

@@ -279,7 +279,7 @@ def update(
   if not jax.tree.leaves(grads):
     raise ValueError(
       "No gradients provided for any parameter: "
-      f"{', '.join(trees.names(target.params))}."
+      f"{', '.join(trees.names(target.params)) or 'params has no leaves'}."
     )
   context = replica_context.get_replica_context()
   # None outside of `Strategy.run`, where there is nothing to reduce.

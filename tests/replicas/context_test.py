@@ -41,6 +41,7 @@ def test_all_reduce_and_all_gather(strategy):
       # Of eight replicas the sum does not fit int32.
       "mean of integers": context.all_reduce("mean", mine << 28),
       "true": context.all_reduce("sum", mine > 0),
+      "int8": context.all_reduce("sum", (mine * 0 + 100).astype(jnp.int8)),
       "tree": context.all_reduce("mean", {"a": mine * 1.5, "b": None}),
       "gathered": context.all_gather(jnp.stack([mine, -mine])[None], -1),
     }
@@ -53,6 +54,7 @@ def test_all_reduce_and_all_gather(strategy):
     "bfloat16": ids.sum(),
     "mean of integers": ids.mean() * 2**28,
     "true": n - 1,
+    "int8": n * 100,
     "tree": {"a": 1.5 * ids.mean(), "b": None},
     "gathered": [np.stack([ids, -ids], 1).ravel()],
   }

@@ -85,7 +85,7 @@ def test_only_factors_are_trained():
   assert losses[-1] < 0.6 * losses[0]
   jax.tree.map(np.testing.assert_array_equal, new.frozen, frozen)
   # Merged parameters give the outputs of the state.
-  merged = fs.merge_lora(new)
+  merged = jax.jit(fs.merge_lora)(new)
   outputs = make(model, lora=None).apply_fn(merged, X)
   loss = jnp.mean((outputs - Y) ** 2)
   np.testing.assert_allclose(loss, loss_fn(new.params), rtol=1e-5)

@@ -89,6 +89,7 @@ MISTAKES = [
   (lambda: create(n=np.array(2**31)), ValueError, "n is int64.*214748"),
   (lambda: create(strategy=3), TypeError, "strategy .*3"),
   (lambda: create(params=LOOKAHEAD), TypeError, r"params\.fast"),
+  (lambda: apply(create(params={}), grads={}), ValueError, "params has no"),
   # The model.
   (lambda: make(nn.Dense), TypeError, "model .*Dense"),
   (lambda: make(lambda rngs: 3), TypeError, "model"),

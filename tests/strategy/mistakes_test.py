@@ -164,7 +164,9 @@ def sparse_step(state, batch):
 WHOLE = "of shape (16, 8)", "8 replicas", "strategy.shard_batch"
 REDUCED = "already reduced", "8 times", "skip_gradients_aggregation=True"
 ROWS = EIGHT.shard_batch(sparse_states.batch(0))
-CAPTURING = functools.partial(train_step, batch=sharded(EIGHT, 0))
+CAPTURING = [
+  functools.partial(train_step, batch=x) for x in (batch(0), sharded(EIGHT, 0))
+]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ CAPTURING = functools.partial(train_step, batch=sharded(EIGHT, 0))
     (dense_state, new_step(), [batch(0)], ("argument 1/x ", *WHOLE)),
     (local_state, new_step(), [batch(0)], ("argument 1/x ", *WHOLE)),
     (dense_state, dropout_step, [X[0], KEY], ("argument 1 ", *WHOLE)),
-    (dense_state, CAPTURING, [], ("a captured array ", *WHOLE)),
+    *[(dense_state, f, [], ("a captured array ", *WHOLE)) for f in CAPTURING],
     # Gradients that are reduced by hand (mistake 27).
     (dense_state, step_with(pmean), [sharded(EIGHT, 0)], REDUCED),
     (sparse_state, sparse_step, [ROWS], REDUCED),
