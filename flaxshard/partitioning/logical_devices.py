@@ -57,19 +57,13 @@ def _place(method: str, mesh: Any, x: Any, spec: jax.P) -> jax.Array:
   is_auto = mesh.axis_types[0] == jax.sharding.AxisType.Auto
   if not is_auto or mesh.shape[mesh_lib.REPLICA] == 1:
     return mesh_lib.constrain(x, _keep_replica_split(mesh, spec, x))
-  # XLA decides which dimensions are split over the replicas.
   axes = set(mesh_lib.logical_axes(mesh))
-  if specs_lib.axes_in(spec) or not axes:
-    # The spec uses all logical axes, so the unconstrained dimensions can only
-    # be split over the replicas.
-    spec = jax.P(
-      *(jax.P.UNCONSTRAINED if entry is None else entry for entry in spec)
-    )
-    return mesh_lib.constrain(x, jax.sharding.NamedSharding(mesh, spec))
+  if not axes:
+    return x
   # A constraint would need a spec for the replicas too. A shard_map over the
-  # logical axes alone leaves the split over the replicas as it is.
+  # logical axes alone leaves the split over the replicas to XLA.
   return jax.shard_map(
-    lambda x: x, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), axis_names=axes
+    lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes
   )(x)
 
 
