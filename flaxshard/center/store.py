@@ -54,15 +54,21 @@ def center_url(directory: str) -> str:
       `memory://`.
 
   Raises:
-    ValueError: It is a URL of another kind.
+    ValueError: It is a URL of another kind, or names no bucket.
 
   Example:
     >>> center_url("/tmp/run"), center_url("s3://bucket/run/")
     ('/tmp/run/center', 's3://bucket/run/center')
   """
-  if directory.startswith(("gs://", "s3://", "memory://")):
-    return f"{directory.rstrip('/')}/center"
-  return os.path.join(files.absolute(directory), "center")
+  if "://" not in directory:
+    return os.path.join(files.absolute(directory), "center")
+  kind, _, name = directory.rstrip("/").partition("://")
+  if kind not in ("gs", "s3", "memory") or not name:
+    raise ValueError(
+      "directory must be a folder, gs://bucket/name, s3://bucket/name or "
+      f"memory://name, got {directory!r}."
+    )
+  return f"{kind}://{name}/center"
 
 
 class Objects:

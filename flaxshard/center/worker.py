@@ -239,7 +239,8 @@ class Worker:
     self._check_running("settle")
     for fragment in [*self._exchanges]:
       state = self._receive(state, fragment)
-    if not self.is_finished and not self.worker_id:
+    # A step after the end has changed other collections.
+    if self.is_finished or not self.worker_id:
       with contextlib.suppress(store.StoreError):  # the store has warned
         found = heads.read(self._objects)
         return train_states.with_center(self._objects, found, state)
@@ -249,7 +250,9 @@ class Worker:
     """Waits for the other workers, and returns the state with the final center.
 
     The last worker that is there merges what is left and makes the center the
-    final one. There is one, whoever has died.
+    final one. There is one, whoever has died. A worker that stops before its
+    last step calls `settle` and `close` instead: for the others it has not
+    ended.
 
     Args:
       state: The state after the last `commit`.
@@ -274,8 +277,8 @@ class Worker:
       # The end would come without it.
       while not exchange.written.wait(_ASK_SECONDS) and not self._ask():
         self._objects.check(self._options.deadline)
-    if not self.is_finished:
-      state = self._end(state)
+    # Also if it is the final one already: see `settle`.
+    state = self._end(state)
     self.close()
     return state
 

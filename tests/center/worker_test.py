@@ -70,6 +70,7 @@ FOUR = fs.Strategy(devices=jax.devices()[:4])
   [
     (lambda: worker(2, 2), ValueError, "process_id=2 must be less than .*=2"),
     (lambda: worker(0), ValueError, "num_processes"),
+    (lambda: fs.Worker("s3://", 0, 1), ValueError, "s3://bucket/name"),
     (lambda: worker(0, 2, 0), ValueError, "Worker: start_timeout must be"),
     (lambda: worker(0, 1).start({}), ValueError, r"store', got \[\]"),
     (lambda: begin(fs.AGN(2)), ValueError, r"store', got \['agn'\]"),
@@ -296,8 +297,8 @@ def test_a_second_start_of_a_worker_ends_the_first(directory, call):
 
 
 def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
-  wrapper = agn(commit="sum", grace=0.2, deadline=1.0)
-  with Workers([create(wrapper)] * 2, step, directory) as group:
+  new = create(agn(commit="sum", grace=0.2, deadline=1.0), stats=np.zeros(2))
+  with Workers([new] * 2, step, directory) as group:
     group.step([np.float32(1)] * 2)
     group.step([np.float32(1)] * 2)
     lost, other = group.workers
@@ -309,12 +310,14 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
     assert other.is_finished
   assert float(state.params["b"]) == 8 - 2 - 2
   assert time.monotonic() - start < 10
-  # Whoever comes late finds the final center.
+  # Whoever comes late finds the final center, which no step changes.
   with fs.Worker(directory, 0, 2) as late:
-    state = late.start(create(wrapper))
+    state = late.start(new)
     assert (late.is_finished, late.clock) == (True, 4)
-    state = late.finish(train(late, state, [5]))
-  assert float(state.params["b"]) == 8 - 2 - 2
+    state = train(late, state.replace(stats=np.ones(2)), [5])
+    states = [late.settle(state), late.finish(state)]
+  for state in states:
+    assert (float(state.params["b"]), state.stats.tolist()) == (4, [0, 0])
 
 
 def test_a_synchronizer_merges_in_a_bucket_of_s3_while_it_lives():
