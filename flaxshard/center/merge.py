@@ -51,7 +51,7 @@ class Merger:
     objects: The store; the heads of all fragments are in it.
     layout: The fragments of the center.
     members: The workers, as this process sees them.
-    watch: The thread.
+    watch: The thread. An error of the members' thread is one of this, too.
   """
 
   objects: store.Objects
@@ -65,15 +65,6 @@ class Merger:
     self._swept = time.monotonic()
     self.watch = store.Watch(self._look)
 
-  def has_ended(self, wait: float = 0.0) -> bool:
-    """Returns whether the thread has ended; raises what has ended this start.
-
-    Args:
-      wait: Seconds to wait for its end.
-    """
-    self.members.watch.has_ended()
-    return self.watch.has_ended(wait)
-
   def close(self) -> None:
     """Ends the thread, and leaves the workers."""
     self.watch.close()
@@ -81,6 +72,8 @@ class Merger:
 
   def _look(self) -> float | None:
     """Merges what has come, and deletes what is merged."""
+    # Also in a process that has left its worker behind, after another start.
+    self.members.watch.has_ended()
     start = time.monotonic()
     # Nobody commits any more: whatever there is, is merged.
     last = self.members.have_ended
@@ -185,7 +178,7 @@ def synchronize(
   _log.info("merging the commits of the workers in %s", objects.url)
   try:
     while not should_stop():
-      if merger.has_ended(_SYNCHRONIZER_SECONDS):
+      if merger.watch.has_ended(_SYNCHRONIZER_SECONDS):
         _log.info("the run has ended")
         return
   finally:

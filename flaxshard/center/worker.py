@@ -472,7 +472,7 @@ class Worker:
 
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
-    self._merger.has_ended()
+    self._merger.watch.has_ended()
     for exchange in self._exchanges.values():
       exchange.watch.has_ended()
     return self._should_stop()

@@ -73,10 +73,11 @@ class _Watcher:
     self._client = multihost.coordination_client()
     here = f"host {socket.gethostname()}, pid {os.getpid()}"
     self._name = f"process {self._index} ({here})"
-    # The last failure, and those in which this process has raised an exception.
+    # The last failure, the number of those in which this process has raised an
+    # exception, and a permit for each that `_listen` has not looked at.
     self._number = 0
     self._raised = 0
-    self._has_raised = threading.Condition()
+    self._has_raised = threading.Semaphore(0)
     self._thread = threading.Thread(target=self._listen, daemon=True)
     self._thread.start()
 
@@ -117,10 +118,9 @@ class _Watcher:
           _log.error("before the error of this process, %s", first["text"])
     # The thread may not come to it before this process ends.
     self._set(f"answered/{self._raised}/{self._index}")
-    with self._has_raised:
-      self._number = self._raised
-      self._raised += 1
-      self._has_raised.notify_all()
+    self._number = self._raised
+    self._raised += 1
+    self._has_raised.release()
 
   def end(self, code: int, text: str = "") -> NoReturn:
     """Ends this process at once, after a failure was published.
@@ -174,19 +174,13 @@ class _Watcher:
         failure = self._receive(number, _FOREVER_MS)
         self._number = number
         self._set(f"answered/{number}/{self._index}")
-        if not self._raises(number):
+        # One of this process in the same failure?
+        if not self._has_raised.acquire(timeout=_SAME_ERROR_SECONDS):
           self.end(1, f"{self._name} ends: {failure['text']}")
         if not self.is_clean.wait(_CLEANUP_SECONDS):
           lines = traceback.format_exception(self.error)
           self.end(1, f"{self._name} still cleans up after\n{''.join(lines)}")
         number += 1
-
-  def _raises(self, number: int) -> bool:
-    """Waits for an exception of this process in a failure."""
-    with self._has_raised:
-      return self._has_raised.wait_for(
-        lambda: self._raised > number, _SAME_ERROR_SECONDS
-      )
 
   def _receive(self, number: int, timeout_ms: int) -> dict[str, str]:
     """Returns a failure, as soon as a process has published it."""
