@@ -149,9 +149,11 @@ def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
 
 def _leaf(value: Any, like: Any) -> Any:
   """Returns an array that is given, else zeros; PRNG keys from their data."""
-  if value is None:
-    return jnp.zeros(like.shape, like.dtype)
-  return jax.random.wrap_key_data(value) if trees.is_prng_key(like) else value
+  zeros = jnp.zeros(like.shape, like.dtype)
+  if value is not None and trees.is_prng_key(like):
+    impl = jax.random.key_impl(zeros)
+    return jax.random.wrap_key_data(value, impl=impl)
+  return zeros if value is None else value
 
 
 def _on_cpu() -> Any:
