@@ -23,6 +23,7 @@ from flaxshard.checkpoint import steps
 from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import WRAPPER_STATES
 from flaxshard.core import checks
+from flaxshard.core import gradients
 from flaxshard.core import multihost
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -34,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 _State = TypeVar("_State")
 _T = TypeVar("_T")
+
+_all_finite = jax.jit(gradients.all_finite)
 
 # What a file of a whole training state has beside the model's variables.
 _TRAINING_STATE = ("step", "opt_state", WRAPPER_STATES, "dynamic_scale", "rngs")
@@ -123,7 +126,8 @@ def init_from(
       have in the model, after `transpose`: `[inputs, heads * features]` becomes
       `[inputs, heads, features]`.
     cast: Whether to cast to dtypes that cannot hold all values of the file's,
-      such as float32 to bfloat16. Wider dtypes need no permission.
+      such as float32 to bfloat16. Wider dtypes need no permission. Values are
+      rounded; one that would become infinite is an error.
 
   Returns:
     The state at step 0, or the tree, and a report. The report is also logged.
@@ -176,7 +180,9 @@ def init_from(
     raise ValueError(f"{where}: {e}") from e
   arrays = {}
   for name, x in reader.read(where, asked).items():
-    arrays[name] = _finish(x, axes[name], wanted[name])
+    arrays[name] = y = _finish(x, axes[name], wanted[name])
+    if y.dtype != x.dtype and _all_finite(x) and not _all_finite(y):
+      raise ValueError(f"{where}: {name} has values that overflow {y.dtype}.")
   used = {*sources.values()}
   report = InitReport(
     str(where),

@@ -243,7 +243,7 @@ def read_variables_into_parameters(folder):
   fs.checkpoint.init_from(make().params, save_bytes(folder, make()))
 
 
-TURN = [("body", (1, 0))]
+TURN, TINY = [("body", (1, 0))], jnp.float8_e4m3b11fnuz
 INDEX = b'{"weight_map": {"a": "b.safetensors"}}'
 SLASHES = serialization.to_bytes({"a": {"b": np.ones(2)}, "a/b": np.ones(2)})
 DOTS = safetensors_numpy.save({"a.b": np.ones(2), "a/b": np.ones(2)})
@@ -267,6 +267,7 @@ MISTAKES = [
   # As many dimensions in another order are a forgotten transposition.
   (read_body(W.T, reshape=["body"]), ValueError, r"\(8, 16\) .*\(16, 8\)"),
   (read_body(W.astype(jnp.bfloat16)), ValueError, "float32.*bf.* cast=True"),
+  (read_body(W.astype(TINY), cast=True), ValueError, "body/kernel .*float8"),
   # Statistics that the model does not have are not dropped silently.
   (read_variables_into_parameters, ValueError, "lacks 2 .*batch_stats/norm"),
   # Files.
