@@ -52,6 +52,7 @@ def step_with(reduce, **options):
 
 
 UNREDUCED = step_with(lambda g: g, skip_gradients_aggregation=True)
+REDUCED_BY_HAND = step_with(pmean, skip_gradients_aggregation=True)
 
 
 def own_sums():
@@ -193,8 +194,10 @@ def test_mistakes_in_steps_warn_once(new_state, step, args, facts):
 
 
 def test_batches_of_run_steps_that_are_not_split_warn():
+  step = new_step()
   with pytest.warns(UserWarning, match=r"1/0/x of shape \(16, 8\)") as caught:
-    steps([batch(0), batch(1)], new_step())
+    for n in (2, 16):  # fewer examples than replicas are hardly a batch
+      steps([{"x": X[0][:n], "y": Y[0][:n]}] * 2, step)
   assert [w.filename for w in caught] == [__file__]
 
 
@@ -222,12 +225,8 @@ def small_arguments(state, *args):
     (take_part, [], [batch(0)]),
     (sample_rows, [], [batch(0)]),
     (small_arguments, [], [np.ones(3), 0.1, jax.random.split(KEY, 16)]),
-    (small_arguments, [], [jax.random.PRNGKey(0)]),
-    (
-      step_with(pmean, skip_gradients_aggregation=True),
-      [],
-      [sharded(EIGHT, 0)],
-    ),
+    (small_arguments, [], [jax.random.split(jax.random.PRNGKey(0), 16)]),
+    (REDUCED_BY_HAND, [], [sharded(EIGHT, 0)]),
     # Of the gradients, only some depend on the batch.
     (step_with(lambda g: {**g, "w2": g["w2"] * 0}), [], [sharded(EIGHT, 0)]),
     # A wrapper reduces them.
