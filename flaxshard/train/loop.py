@@ -135,15 +135,15 @@ def _run(
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
-  with contextlib.ExitStack() as stack, failures.share():
+  with contextlib.ExitStack() as resources, failures.share():
     with multihost.raise_on_all_processes(ValueError):
-      stack.callback(files.lock("workdir", workdir))
+      resources.callback(files.lock("workdir", workdir))
     # From here on a signal ends the run with a checkpoint.
-    stop_request = stack.enter_context(endings.StopRequest())
+    stop_request = resources.enter_context(endings.StopRequest())
     # A task may make a batch from the newest state.
     batches = setup.open_train_batches(lambda: state)
-    stack.callback(batches.close)
-    checkpointer = stack.enter_context(
+    resources.callback(batches.close)
+    checkpointer = resources.enter_context(
       same_run.open_checkpointer(config, workdir)
     )
     commits = None
@@ -153,7 +153,7 @@ def _run(
 
       # Left first: others need not wait for this worker's last checkpoint.
       commits = commits_lib.Commits(setup, root, stop_request, batches)
-      stack.enter_context(commits.worker)
+      resources.enter_context(commits.worker)
 
     # -- Restore.
 
@@ -191,10 +191,10 @@ def _run(
         return state, stop_request.signum
     # Only now: workers with another config are refused.
     same_run.write_files(setup, workdir)
-    write_row = stack.enter_context(
+    write_row = resources.enter_context(
       report.open_report(config, workdir, first_step)
     )
-    profile_before_step = stack.enter_context(
+    profile_before_step = resources.enter_context(
       report.profile_steps(config.profile_steps, workdir)
     )
     watch = endings.Watch(config)

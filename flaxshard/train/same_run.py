@@ -300,11 +300,7 @@ def check_setup(setup: setup_lib.Setup, lowered: jax.stages.Lowered) -> None:
   if multihost.process_count() == 1:
     return
   step = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-  facts = {
-    **_code_facts(setup.config),
-    "the traced train step (SHA-256)": step,
-    **_data_facts(setup.splits),
-  }
+  facts = {**_facts(setup), "the traced train step (SHA-256)": step}
   multihost.check_agreement(facts, _SAME_COMMAND)
 
 
@@ -316,11 +312,21 @@ def worker_facts(setup: setup_lib.Setup) -> dict[str, Any]:
   Args:
     setup: The setup of the config.
   """
-  facts = _code_facts(setup.config)
+  facts = _facts(setup)
   for field in definition.FREE_FIELDS:
     facts["config"].pop(field)
-  example = _shapes_to_json(setup.shapes)
-  return {**facts, **_data_facts(setup.splits), "example": example}
+  return {**facts, "example": _shapes_to_json(setup.shapes)}
+
+
+def _facts(setup: setup_lib.Setup) -> dict[str, Any]:
+  """Returns facts about the config, the code and the data."""
+  facts = _code_facts(setup.config)
+  # None if the task makes its own batches.
+  if (splits := setup.splits) is not None:
+    named = {"train": splits.train, "eval": splits.eval}
+    read = {k: _source_facts(x) for k, x in named.items() if x is not None}
+    facts["the data"] = read
+  return facts
 
 
 def _code_facts(config: Any) -> dict[str, Any]:
@@ -332,15 +338,6 @@ def _code_facts(config: Any) -> dict[str, Any]:
       **{name: importlib.metadata.version(name) for name in _PACKAGES},
     },
   }
-
-
-def _data_facts(splits: sources.Splits | None) -> dict[str, Any]:
-  """Returns facts about the data; None if the task makes its own batches."""
-  if splits is None:
-    return {}
-  named = {"train": splits.train, "eval": splits.eval}
-  facts = {k: _source_facts(x) for k, x in named.items() if x is not None}
-  return {"the data": facts}
 
 
 def _source_facts(source: Any) -> dict[str, Any]:
