@@ -14,6 +14,7 @@ When it ends, the workers merge again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import contextlib
 import dataclasses
 import logging
 import time
@@ -110,9 +111,9 @@ class Merger:
     keys = [key for key in self._came if key.fragment == fragment]
     if self.layout.agn.commit == "sequential":
       return keys
-    chosen: dict[str, heads.Key] = {}
-    for key in sorted(keys, key=lambda key: key.step):
-      chosen.setdefault(key.worker, key)
+    # The oldest of each worker.
+    keys.sort(key=lambda key: key.step, reverse=True)
+    chosen = {key.worker: key for key in keys}
     awaited = self.members.find(
       *("training", "absent"), seconds=self.members.patience
     )
@@ -174,12 +175,9 @@ def synchronize(
   """
   layout = Layout(state)
   members = Members(objects, SYNCHRONIZER, 0, layout.agn.transport)
-  merger = Merger(objects, layout, members)
   _log.info("merging the commits of the workers in %s", objects.url)
-  try:
+  with contextlib.closing(Merger(objects, layout, members)) as merger:
     while not should_stop():
       if merger.watch.has_ended(_SYNCHRONIZER_SECONDS):
         _log.info("the run has ended")
         return
-  finally:
-    merger.close()

@@ -110,13 +110,11 @@ class Objects:
 
   def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
     """Returns the contents of objects, read at the same time."""
-    known = dict(self._written.get(_kind_of(key), ("", b"")) for key in keys)
-    others = [key for key in keys if key not in known]
-    found = {
-      key: content
-      for key, (content, _) in zip(others, self._read(others), strict=True)
-    }
-    return [known.get(key) or found.get(key) for key in keys]
+    found = dict(self._written.get(_kind_of(key), ("", b"")) for key in keys)
+    others = [key for key in keys if key not in found]
+    for key, (content, _) in zip(others, self._read(others), strict=True):
+      found[key] = content
+    return [found[key] for key in keys]
 
   def write(
     self, key: str, content: bytes, generation: bytes | None

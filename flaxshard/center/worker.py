@@ -30,6 +30,9 @@ _log = logging.getLogger("flaxshard")
 # Seconds after which a wait asks whether to stop, and those of a last write.
 _ASK_SECONDS, _LAST_WRITE_SECONDS = 0.1, 5.0
 
+# Seconds after which a worker says that it waits for others at the start.
+_NOTICE_SECONDS = 15.0
+
 
 class Worker:
   """Commits a train state with `AGN(transport="store")` to a center.
@@ -264,8 +267,7 @@ class Worker:
     for exchange in self._exchanges.values():
       exchange.is_late = False
     state = self._exchange(state, delay=0)
-    fragments = range(self._options.fragments)
-    if any(self._is_due(state, fragment) for fragment in fragments):
+    if self._due(state):
       _log.warning(
         "worker %d ends, and its last local steps are not in the center: the "
         "commit before them is not merged: fewer than quorum=%d workers are "
@@ -323,20 +325,25 @@ class Worker:
 
   def _wait_for_all(self) -> None:
     """Waits for the other workers at the beginning of a run."""
-    end = time.monotonic() + self._start_timeout
+    begin = time.monotonic()
+    notice, end = begin + _NOTICE_SECONDS, begin + self._start_timeout
     while missing := self._members.find("absent"):
       if any(heads.read(self._objects).versions):
         return
+      names = ", ".join(sorted(missing))
+      message = (
+        f"worker {names} of {self.num_workers} has not come to {self._url}"
+      )
+      limit = f"start_timeout={self._start_timeout:g} seconds"
       if time.monotonic() > end:
-        message = (
-          f"worker {', '.join(sorted(missing))} of {self.num_workers} has not "
-          f"come to {self._url} within start_timeout={self._start_timeout:g} "
-          "seconds"
-        )
+        message = f"{message} within {limit}"
         if self.num_workers - len(missing) < self._options.quorum:
           raise TimeoutError(f"Worker: {message}.")
         _log.warning("%s: the run begins without it", message)
         return
+      if time.monotonic() > notice:
+        _log.warning("%s: waiting for it, at most %s", message, limit)
+        notice = end
       if self._ask():
         raise InterruptedError("Worker: should_stop has ended the wait.")
       time.sleep(_ASK_SECONDS)
@@ -397,7 +404,7 @@ class Worker:
     self._ask()
     # Steps that were skipped, or are accumulated, do not count.
     self._last_step = int(train_states.find(state)[1].local_step)
-    for fragment in range(self._options.fragments):
+    for fragment in self._due(state):
       state = self._send(state, fragment)
     for fragment, exchange in [*self._exchanges.items()]:
       if exchange.key.step + delay <= self._last_step:
@@ -417,8 +424,6 @@ class Worker:
 
   def _send(self, state: Any, fragment: int) -> Any:
     """Takes a commit that is due out of the state and starts its exchange."""
-    if not self._is_due(state, fragment):
-      return state
     # One at a time: until its result has come, the next one grows.
     state = self._receive(state, fragment)
     if fragment in self._exchanges or self.is_finished:
@@ -465,10 +470,13 @@ class Worker:
     self._results.append((took, versions, head.workers))
     return self._layout.pull(state, fragment, head, parts)
 
-  def _is_due(self, state: Any, fragment: int) -> bool:
-    """Returns whether the last commit of a fragment is older than one due."""
-    sent = int(train_states.find(state)[1].sent[fragment])
-    return sent < agn_store.last_due(self._agn, fragment, self._last_step)
+  def _due(self, state: Any) -> list[int]:
+    """Returns the fragments of which a commit is due."""
+    return [
+      fragment
+      for fragment, sent in enumerate(train_states.find(state)[1].sent.tolist())
+      if sent < agn_store.last_due(self._agn, fragment, self._last_step)
+    ]
 
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
