@@ -167,7 +167,10 @@ def _tree_of(pairs: Iterable[Pair], params: PyTree) -> PyTree:
 
 
 def check_aggregation(
-  aggregation: Any, is_skipped: bool, wrappers: tuple[base.Base, ...]
+  aggregation: Any,
+  is_skipped: bool,
+  wrappers: tuple[base.Base, ...],
+  extra: Iterable[str],
 ) -> str:
   """Returns how gradients are reduced over the replicas.
 
@@ -175,6 +178,7 @@ def check_aggregation(
     aggregation: "mean" or "sum".
     is_skipped: Whether gradients are not reduced at all.
     wrappers: The wrappers of the state.
+    extra: Names of extra arguments of the optimizer.
 
   Raises:
     ValueError: It is none of these, or something else decides already.
@@ -186,6 +190,13 @@ def check_aggregation(
     raise ValueError(
       f"aggregation={aggregation!r} is given, and {other} decides how "
       "gradients are reduced: give one of the two."
+    )
+  # They are means over the replicas, and must be those of the gradients.
+  means = sorted({"grad", "value_fn"} & set(extra))
+  if aggregation == "sum" and means:
+    raise ValueError(
+      f"aggregation='sum': the optimizer uses {' and '.join(means)}, the mean "
+      "over the replicas; use aggregation='mean'."
     )
   return aggregation
 

@@ -403,7 +403,7 @@ class TrainState(flax_train_state.TrainState):
     reduction = None if skip_gradients_aggregation else "mean"
     if aggregation is not None:
       reduction = tf_surface.check_aggregation(
-        aggregation, skip_gradients_aggregation, self.wrappers
+        aggregation, skip_gradients_aggregation, self.wrappers, extra
       )
     in_replica = replica_context.get_replica_context() is not None
     if collections and (self.wrappers or in_replica):

@@ -137,6 +137,7 @@ MISTAKES = [
   (lambda: minimize(grad_loss=X), ValueError, r"\(2, 3\) of grad_loss.*\[\]"),
   (lambda: minimize(grad_loss="x"), TypeError, "grad_loss.*'x'"),
   (lambda: minimize(aggregation="avg"), ValueError, "aggregation.*avg"),
+  (lambda: minimize(LBFGS, aggregation="sum"), ValueError, "value_fn"),
   (lambda: minimize(None, SUM, aggregation="sum"), ValueError, "cross_shard"),
   (search_lines_in_replicas, ValueError, "value_fn"),
   (lambda: minimize(gate_gradients=2), TypeError, "'graph'"),
