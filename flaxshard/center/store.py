@@ -110,7 +110,8 @@ class Objects:
 
   def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
     """Returns the contents of objects, read at the same time."""
-    found = dict(self._written.get(_kind_of(key), ("", b"")) for key in keys)
+    found: dict[str, bytes | None] = {}
+    found.update(self._written.get(_kind_of(key), ("", b"")) for key in keys)
     others = [key for key in keys if key not in found]
     for key, (content, _) in zip(others, self._read(others), strict=True):
       found[key] = content
