@@ -219,6 +219,7 @@ def _run(
         state, skipped = commits.commit(state, step)
         if skipped:
           step += skipped
+          row_step += skipped  # they are no steps of the next row
           progress = progress._replace(step=setup.init_progress(step).step)
         if step == config.num_train_steps:
           # The last center is evaluated and saved.
