@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 import functools
 import logging
-import os
 from typing import Any, TypeVar
 
 import jax
@@ -82,7 +81,7 @@ def restore(
   """
   items.check_state(state)
   where = manager
-  if not isinstance(manager, (str, os.PathLike)):
+  if hasattr(manager, "directory"):
     where = manager.directory  # Orbax's managers have no common class
     if isinstance(manager, ocp.CheckpointManager):
       manager.wait_until_finished()  # the newest step may not be complete yet

@@ -37,7 +37,7 @@ def absolute(path: Path) -> str:
     path: A path; `~` is the home directory.
 
   Raises:
-    ValueError: The path is a URL of another kind than `gs://`.
+    ValueError: The path is empty, or a URL of another kind than `gs://`.
     ImportError: A package for buckets is not installed.
 
   Example:
@@ -45,6 +45,8 @@ def absolute(path: Path) -> str:
     '/tmp/run'
   """
   name = os.fspath(path)
+  if not name:
+    raise ValueError("the path is empty; '.' is the current directory.")
   if is_bucket(name):
     _prepare_buckets(name)
     return f"gs://{os.path.normpath(name.removeprefix('gs://'))}"

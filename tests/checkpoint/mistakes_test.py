@@ -98,6 +98,7 @@ MISTAKES = [
   # Restoring.
   (restore("digitz"), ValueError, "digitz: there is no such path"),
   (restore("empty"), ValueError, "empty: it has no steps"),
+  (lambda _: fs.checkpoint.restore("", create()), ValueError, "is empty"),
   (restore("file"), ValueError, "file is no checkpoint of Flax"),
   (restore(step="latest"), TypeError, "step must be .* 'latest'"),
   (restore(step=4), ValueError, r"step 4 .*\[3, 12\]"),

@@ -40,8 +40,7 @@ def test_all_reduce_and_all_gather(strategy):
       "bfloat16": context.all_reduce("sum", mine.astype(jnp.bfloat16)),
       # Of eight replicas the sum does not fit int32.
       "mean of integers": context.all_reduce("mean", mine << 28),
-      "true": context.all_reduce("sum", mine > 0),
-      "int8": context.all_reduce("sum", (mine * 0 + 100).astype(jnp.int8)),
+      "small": context.all_reduce("sum", (mine > 0, jnp.int8(100))),
       "tree": context.all_reduce("mean", {"a": mine * 1.5, "b": None}),
       "gathered": context.all_gather(jnp.stack([mine, -mine])[None], -1),
     }
@@ -53,8 +52,7 @@ def test_all_reduce_and_all_gather(strategy):
     "sum": ids.sum(),
     "bfloat16": ids.sum(),
     "mean of integers": ids.mean() * 2**28,
-    "true": n - 1,
-    "int8": n * 100,
+    "small": (n - 1, n * 100),
     "tree": {"a": 1.5 * ids.mean(), "b": None},
     "gathered": [np.stack([ids, -ids], 1).ravel()],
   }
