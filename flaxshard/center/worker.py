@@ -169,6 +169,8 @@ class Worker:
     self._last_step = self.clock = int(own.local_step)
     # The clock at which there may be something to do.
     self._next_look = self.clock
+    # By fragment: the local step of the last commit.
+    self._sent = np.array(own.sent)
     # By fragment: the examples since the last commit, and the commit that is
     # under way.
     self._examples = [0.0] * self._options.fragments
@@ -207,7 +209,7 @@ class Worker:
         are not sent.
       DamagedError: The center in the store is damaged.
       RuntimeError: The worker was not started, is closed, or was started again
-        in another process.
+        in another process; or the state is an older one.
     """
     self._check_running("commit")
     checks.number("Worker: examples", examples, above=0)
@@ -402,13 +404,21 @@ class Worker:
       delay: The local steps after which a result is waited for.
     """
     self._ask()
+    own = train_states.find(state)[1]
+    if (np.asarray(own.sent) < self._sent).any():
+      raise RuntimeError(
+        f"Worker: steps before local step {self._sent.min()} would be committed "
+        "again. Go on with the state that start, commit and settle return; an "
+        "older one, as of a checkpoint, needs a new Worker."
+      )
     # Steps that were skipped, or are accumulated, do not count.
-    self._last_step = int(train_states.find(state)[1].local_step)
+    self._last_step = int(own.local_step)
     for fragment in self._due(state):
       state = self._send(state, fragment)
     for fragment, exchange in [*self._exchanges.items()]:
       if exchange.key.step + delay <= self._last_step:
         state = self._receive(state, fragment)
+    self._sent = np.array(train_states.find(state)[1].sent)
     return state
 
   def _catch_up(self, state: Any) -> Any:

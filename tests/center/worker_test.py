@@ -115,7 +115,10 @@ def test_calls_in_the_wrong_order():
     one.start(state)
     with pytest.raises(RuntimeError, match="start was called before"):
       one.start(state)
-  assert one.is_closed
+    with pytest.raises(RuntimeError, match="step 2 would be committed again"):
+      for _ in range(4):
+        state = step(state, np.float32(1))
+        one.commit(state)
   check_calls()
 
 
