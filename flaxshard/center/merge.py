@@ -78,11 +78,8 @@ class Merger:
     start = time.monotonic()
     # Nobody commits any more: whatever there is, is merged.
     last = self.members.have_ended
-    mine = [
-      fragment
-      for fragment in range(self._options.fragments)
-      if last or self.members.merges(fragment)
-    ]
+    fragments = range(self._options.fragments)
+    mine = [k for k in fragments if last or self.members.merges(k)]
     if not mine:
       return _PAUSE_LOOKS
     found = heads.read(self.objects)

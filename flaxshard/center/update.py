@@ -78,26 +78,22 @@ def merge(
       grads = {p: x for p, x in committed.items() if p in layout.sums}
       updated = jax.tree.map(np.asarray, _update(layout, exact, grads))
       exact = {**exact, **committed, **updated}
-  new = {
-    "center": {
-      path: np.asarray(exact[path], x.dtype) for path, x in center.items()
-    },
-    "slots": {path: exact[path] for path in slots},
-  }
+  new_center = {p: np.asarray(exact[p], x.dtype) for p, x in center.items()}
+  new_slots = {path: exact[path] for path in slots}
   dtype = layout.agn.transport.commit_dtype
   if dtype is None:
-    return new
+    return {"center": new_center, "slots": new_slots}
   # Center and workers apply what is encoded, so that they stay equal.
   wide = {
     p: gradients.widen(exact[p]) for p in center.keys() & layout.sums.keys()
   }
-  change = new["center"] | {
+  change = new_center | {
     path: encoding.encode(x - gradients.widen(center[path]), dtype)
     for path, x in wide.items()
   }
   return {
     "center": encoding.add_change(center, change),
-    "slots": new["slots"] | wide,
+    "slots": new_slots | wide,
     "change": change,
   }
 

@@ -354,11 +354,8 @@ class Worker:
   def _join(self, state: Any) -> Any:
     """Returns the state at the center of the run."""
     # Of earlier starts of this worker. They may come into the center meanwhile.
-    steps = [
-      key.step
-      for key in heads.find_commits(self._objects)
-      if key.worker == str(self.worker_id)
-    ]
+    commits, name = heads.find_commits(self._objects), str(self.worker_id)
+    steps = [key.step for key in commits if key.worker == name]
     found = heads.read(self._objects)
     if found.finished:
       return self._end(state, is_late=True)
@@ -407,9 +404,9 @@ class Worker:
     own = train_states.find(state)[1]
     if (np.asarray(own.sent) < self._sent).any():
       raise RuntimeError(
-        f"Worker: steps before local step {self._sent.min()} would be committed "
-        "again. Go on with the state that start, commit and settle return; an "
-        "older one, as of a checkpoint, needs a new Worker."
+        f"Worker: the steps up to {self._sent.min()} would be committed again. "
+        "Go on with the state that start, commit and settle return; an older "
+        "one, as of a checkpoint, needs a new Worker."
       )
     # Steps that were skipped, or are accumulated, do not count.
     self._last_step = int(own.local_step)

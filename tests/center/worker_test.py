@@ -96,8 +96,7 @@ def test_mistakes(call, error, message):
 
 
 def test_the_number_may_come_from_a_launcher(monkeypatch):
-  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
-  monkeypatch.setenv("SLURM_PROCID", "1")
+  monkeypatch.setattr("os.environ", {"WORLD_SIZE": "3", "RANK": "1"})
   worker = fs.Worker("memory://x")
   assert (worker.worker_id, worker.num_workers) == (1, 3)
 
@@ -115,7 +114,7 @@ def test_calls_in_the_wrong_order():
     one.start(state)
     with pytest.raises(RuntimeError, match="start was called before"):
       one.start(state)
-    with pytest.raises(RuntimeError, match="step 2 would be committed again"):
+    with pytest.raises(RuntimeError, match="up to 2 would be committed again"):
       for _ in range(4):
         state = step(state, np.float32(1))
         one.commit(state)
@@ -239,8 +238,7 @@ def test_a_malformed_commit_is_set_aside(tmp_path, caplog, commit):
 
 def test_a_mean_of_commits_is_weighted_by_examples(tmp_path):
   with fs.Worker(str(tmp_path), 0, 1) as worker:
-    stats = {"m": np.zeros(2, np.float32)}
-    state = worker.start(create(stats=stats))
+    state = worker.start(create(stats={"m": np.zeros(2, np.float32)}))
     write_foreign(tmp_path, encoding.pack(GOOD))
     for _ in range(2):
       state = worker.commit(step(state, np.float32(1)), examples=3)
@@ -260,10 +258,9 @@ def test_a_damaged_center_is_an_error_that_names_it(tmp_path, pattern, way):
     file.unlink()
     if way == "damaged":
       file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+  message = f"{pattern[:4]}.* is {way}"
   with fs.Worker(str(tmp_path), 0, 1) as worker:
-    with pytest.raises(
-      encoding.DamagedError, match=f"{pattern[:4]}.* is {way}"
-    ):
+    with pytest.raises(encoding.DamagedError, match=message):
       worker.start(create())
 
 
@@ -272,8 +269,7 @@ def test_nan_is_not_written_and_the_others_end():
     first, second = group.workers
     group.step([np.float32(1)] * 2)
     bad = step(group.states[0], np.float32(np.nan))
-    message = "of params/b have NaN or infinity at local step 2"
-    with pytest.raises(FloatingPointError, match=message):
+    with pytest.raises(FloatingPointError, match=r"params/b .* local step 2"):
       first.commit(bad)
     first.close()
     state = second.finish(train(second, group.states[1], [3]))
@@ -320,9 +316,8 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
     state = late.start(new)
     assert (late.is_finished, late.clock) == (True, 4)
     state = train(late, state.replace(stats=np.ones(2)), [5])
-    states = [late.settle(state), late.finish(state)]
-  for state in states:
-    assert (float(state.params["b"]), state.stats.tolist()) == (4, [0, 0])
+    for last in (late.settle(state), late.finish(state)):
+      assert (float(last.params["b"]), last.stats.tolist()) == (4, [0, 0])
 
 
 def test_a_synchronizer_merges_in_a_bucket_of_s3_while_it_lives():
