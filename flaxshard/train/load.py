@@ -77,7 +77,7 @@ class Loaded:
         `predict` reads, for most tasks `inputs` alone. Of several processes,
         all must call it, with the same batch.
     """
-    outputs = self._predict(self.state, dict(batch))
+    outputs = self._predict(self.state, {**batch})
     return jax.block_until_ready(outputs) if self.strategy.waits else outputs
 
   @functools.cached_property

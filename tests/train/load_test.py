@@ -112,8 +112,7 @@ def test_a_run_is_loaded_without_its_data(run, monkeypatch):
 
   monkeypatch.setattr(f"{__name__}.digits_from_disk", fail, raising=True)
   loaded = fs.load(workdir)
-  assert loaded.step == 8
-  assert int(loaded.state.step) == 8
+  assert loaded.step == int(loaded.state.step) == 8
   tree_equality.assert_trees_equal(loaded.state.params, state.params)
   tree_equality.assert_trees_equal(loaded.state.opt_state, state.opt_state)
   tree_equality.assert_trees_equal(loaded.params, state.eval_params)
@@ -122,14 +121,15 @@ def test_a_run_is_loaded_without_its_data(run, monkeypatch):
   assert loaded.example["inputs"].shape == (8, 8, 1)
   assert loaded.strategy.num_replicas_in_sync == 2
   assert_predicts(loaded.predict, state)
+  with pytest.raises(TypeError, match=r"ndarray.* not a mapping"):
+    loaded.predict(images(1))
 
 
 def test_the_step_can_be_chosen(run):
   workdir, _ = run
   losses = {row["step"]: row.get("eval_loss") for row in tiny.rows(workdir)}
   assert fs.load(workdir, 4).step == 4
-  best = min((4, 8), key=losses.get)
-  assert fs.load(workdir, "best").step == best
+  assert fs.load(workdir, "best").step == min((4, 8), key=losses.get)
   with pytest.raises(ValueError, match=r"step 5 .*\[4, 8\]"):
     fs.load(workdir, 5)
   with pytest.raises(ValueError, match="step must be an integer"):
