@@ -70,6 +70,8 @@ class Padder:
           f"batch_size={self.batch_size}, of the global batch, must be a "
           f"multiple of the {self._count} input pipelines."
         )
+    if not isinstance(self.mask, str | None):
+      raise checks.ArgumentTypeError(f"mask must be a key, got {self.mask!r}.")
     checks.one_of("bucket", self.bucket, (None, "power_of_two"))
     if self.bucket is not None and self.mask is None:
       raise ValueError(

@@ -167,6 +167,7 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: distributed(FLOAT_MASK), ValueError, r"\[mask\].*bool.*float"),
     (lambda: distributed({"mask": FLOATS}), ValueError, r"\[mask\].*a dict"),
     (lambda: distributed(bucket="even"), ValueError, "bucket.*power_.*'even'"),
+    (lambda: distributed(mask=False), TypeError, "mask .*False"),
     (lambda: bucketed(mask=None), ValueError, "bucket.*mask=None"),
     (lambda: distributed(bucket_dims=(1,)), ValueError, "bucket_dims.*power_"),
     (lambda: bucketed(bucket_dims={"x": (-1,)}), ValueError, r"\(-1,\).*x"),
