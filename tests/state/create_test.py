@@ -297,8 +297,11 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("strategy", [None, fs.Strategy()], ids=["", "mesh"])
-@pytest.mark.parametrize("name", [*HALF, *OTHERS])
+@pytest.mark.parametrize(
+  ("name", "strategy"),
+  [(name, None) for name in (*HALF, *OTHERS)]
+  + [(name, fs.Strategy()) for name in ("linen", "nnx", "nnx_function")],
+)
 def test_auto_loss_scale_follows_the_precision(name, strategy):
   model = (HALF | OTHERS)[name]
   shapes = jax.ShapeDtypeStruct(X.shape, X.dtype)
