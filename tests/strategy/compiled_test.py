@@ -102,14 +102,14 @@ def callable_with(*slots):
 
 def test_what_is_compiled_for_a_dead_callable_serves_no_other():
   # New callables get the addresses of dead ones, which were refused or called.
-  refused = [callable_with("a")() for _ in range(20)]
+  refused = [callable_with("a")() for _ in range(8)]
   for fn in refused:
     with pytest.raises(TypeError, match="weak reference"):
       STRATEGY.run(fn, args=(ONES,))
   del fn, refused
   weakly_referred = callable_with("__weakref__")
   for first in (1.0, 100.0):
-    fns = [weakly_referred() for _ in range(20)]
+    fns = [weakly_referred() for _ in range(8)]
     for i, fn in enumerate(fns):
       fn.factor = first + i
       assert float(STRATEGY.run(fn, args=(ONES,)).value[0, 0]) == first + i
