@@ -6,6 +6,7 @@ import zlib
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import v1 as ocp_v1
@@ -57,10 +58,10 @@ def changed(tree):
         fold = jax.vmap(fold)
       new = fold(x)
     elif x.dtype == bool:
-      new = ~x
+      new = ~np.asarray(x)
     else:
-      new = x + jnp.arange(number, x.size + number).reshape(x.shape)
-      new = new.astype(x.dtype)
+      added = np.arange(number, x.size + number).reshape(x.shape)
+      new = (np.asarray(x, np.float64) + added).astype(x.dtype)
     return jax.device_put(new, x.sharding)
 
   return jax.tree_util.tree_map_with_path(change_leaf, tree)

@@ -183,7 +183,7 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
   )
   for field in ("params", "batch_stats"):
     found, *halves = (getattr(x, field) for x in (new_state, first, second))
-    mean = jax.tree.map(lambda x, y: (x + y) / 2, *halves)
+    mean = jax.tree.map(lambda x, y: (x + y) / 2, *jax.device_get(halves))
     assert_trees_close(found, mean)
   together = steps.combine_replicas(jax.device_get(progress))
   wanted = progress_0.metrics.merge(progress_1.metrics).compute()
