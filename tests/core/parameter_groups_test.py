@@ -103,10 +103,10 @@ def test_extra_arguments_reach_the_inner_optimizer(tx):
   def update(head):
     value, grad = jax.value_and_grad(fn)(head)
     objective = dict(value=value, grad=grad, value_fn=fn)
-    return tx.update(grad, tx.init(head), head, **objective)[0]
+    updates, _ = tx.update(grad, tx.init(head), head, **objective)
+    return jax.tree.map(lambda p, u: p + u / 2, head, updates)
 
-  wanted = jax.tree.map(lambda p, u: p + u / 2, head, update(head))
-  tree_equality.assert_trees_close(new, wanted, rtol=1e-5)
+  tree_equality.assert_trees_close(new, update(head), rtol=1e-5)
 
 
 # -- Learning rates by pattern.

@@ -63,7 +63,7 @@ def run_dense(name, keeps_unused):
 
   @jax.jit
   def step(grads, state, params, used):
-    updates, new_state = tx.update(grads, state, params)
+    updates, new_state = tx.update(fs.sparse.to_dense(grads), state, params)
     new = optax.apply_updates(params, updates), new_state
     if not keeps_unused:
       return new
@@ -73,7 +73,6 @@ def run_dense(name, keeps_unused):
   results = []
   for grads, ids in zip(BATCHES, STEPS, strict=True):
     used = np.isin(np.arange(ROWS), ids)[:, None]
-    grads = jax.jit(fs.sparse.to_dense)(grads)
     params, state = step(grads, state, params, used)
     results.append((params, state))
   return results
