@@ -150,7 +150,7 @@ def check_program(
       for leaf in leaves
     )
     has_batch = any(
-      leaf.kind == arguments.SPLIT and aval.shape[:1] >= (num_replicas,)
+      leaf.kind == arguments.SPLIT and _may_be_batch(aval, num_replicas)
       for leaf, aval in zip(leaves, program.in_avals, strict=True)
     )
 
@@ -159,8 +159,11 @@ def check_program(
       if isinstance(sharding, jax.sharding.NamedSharding):
         # It is gathered, so that each replica has all of it.
         return values.has_replica_axis(sharding.spec)
-      # Beside a batch it may be a table.
-      return not has_batch and _may_be_batch(x, num_replicas)
+      # Beside a batch, or random inputs of each replica, it may be a table.
+      is_input = not has_batch and all(
+        gradient.is_replicated for gradient in checker.gradients
+      )
+      return is_input and x.ndim > 1 and _may_be_batch(x, num_replicas)
 
     captured = [
       f"a captured array of shape {x.shape} (pass it as an argument)"

@@ -213,8 +213,10 @@ def sample_rows(state, batch):
   return train_step(state, jax.tree.map(lambda x: x[rows], batch))
 
 
-def small_arguments(state, *args):
-  return state.minimize(lambda p: p["w2"].sum())
+def small_arguments(state, keys, *args):
+  # Random inputs of each replica beside a table that is captured.
+  noise = jax.random.normal(fs.get_replica_context().fold_in(keys[0]), (16,))
+  return state.minimize(lambda p: (p["w2"].sum() * (noise @ X[0])).sum())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def small_arguments(state, *args):
     (train_step, [], [EIGHT.shard_batch(batch(0), spec=P())]),
     (take_part, [], [batch(0)]),
     (sample_rows, [], [batch(0)]),
-    (small_arguments, [], [np.ones(3), 0.1, jax.random.split(KEY, 16)]),
+    (small_arguments, [], [jax.random.split(KEY, 16), np.ones(3), 0.1]),
     (small_arguments, [], [jax.random.split(jax.random.PRNGKey(0), 16)]),
     (REDUCED_BY_HAND, [], [sharded(EIGHT, 0)]),
     # Of the gradients, only some depend on the batch.
