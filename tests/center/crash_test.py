@@ -226,12 +226,8 @@ def check(commit, kind, most, sample):
   assert not failed, "\n".join(f"{f}: {e!r}" for f, e in failed.items())
 
 
-@pytest.mark.parametrize(
-  ("commit", "kind"),
-  [("sum", "fragments"), ("mean", "int8 delay"), ("sequential", "race")],
-)
-def test_some_operations_that_fail(commit, kind):
-  check(commit, kind, most=3, sample=8)
+def test_some_operations_that_fail():
+  check("mean", "int8 delay", most=3, sample=8)
 
 
 @pytest.mark.slow

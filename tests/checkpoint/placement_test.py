@@ -90,7 +90,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
   ("shape", "wrappers"),
   [
-    ((2, 4), (states.SCALED, MEAN)),
+    pytest.param((2, 4), (states.SCALED, MEAN), marks=pytest.mark.slow),
     ((4, 2), ()),
     ((1, 1), (states.SCALED, MEAN)),
   ],
