@@ -181,7 +181,7 @@ def init_from(
   arrays = {}
   for name, x in reader.read(where, asked).items():
     arrays[name] = y = _finish(x, axes[name], wanted[name])
-    if y.dtype != x.dtype and _all_finite(x) and not _all_finite(y):
+    if y.dtype != x.dtype and not _all_finite(y) and _all_finite(x):
       raise ValueError(f"{where}: {name} has values that overflow {y.dtype}.")
   used = {*sources.values()}
   report = InitReport(

@@ -149,29 +149,28 @@ def check_program(
       leaf.spec != jax.P() and _WRAPPER_STATES not in leaf.path
       for leaf in leaves
     )
-    has_batch = any(
+    # A batch, or random inputs of each replica.
+    has_inputs = not all(x.is_replicated for x in checker.gradients) or any(
       leaf.kind == arguments.SPLIT and _may_be_batch(aval, num_replicas)
       for leaf, aval in zip(leaves, program.in_avals, strict=True)
     )
-
-    def is_captured_batch(x: Any) -> bool:
-      sharding = getattr(x, "sharding", None)
-      if isinstance(sharding, jax.sharding.NamedSharding):
-        # It is gathered, so that each replica has all of it.
-        return values.has_replica_axis(sharding.spec)
-      # Beside a batch, or random inputs of each replica, it may be a table.
-      is_input = not has_batch and all(
-        gradient.is_replicated for gradient in checker.gradients
-      )
-      return is_input and x.ndim > 1 and _may_be_batch(x, num_replicas)
-
     captured = [
       f"a captured array of shape {x.shape} (pass it as an argument)"
       for x in program.consts
-      if is_captured_batch(x)
+      if _is_captured_batch(x, num_replicas, has_inputs)
     ]
     whole = [] if is_split else batches + captured
     _warn(checker.gradients, outputs, whole, num_replicas)
+
+
+def _is_captured_batch(x: Any, num_replicas: int, has_inputs: bool) -> bool:
+  """Returns whether an array that a function captures looks like a batch."""
+  sharding = getattr(x, "sharding", None)
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    # It is gathered, so that each replica has all of it.
+    return values.has_replica_axis(sharding.spec)
+  # Beside other inputs it may be a table.
+  return not has_inputs and x.ndim > 1 and _may_be_batch(x, num_replicas)
 
 
 def _warn(

@@ -178,9 +178,9 @@ def _run(
     report.log_state(state, is_new=first_step == 0)
     # Now, so that the timer does not count it. JAX caches the executable: the
     # first call of the step finds it.
-    start_time = time.monotonic()
+    start_time = time.perf_counter()
     lowered.compile()
-    seconds = time.monotonic() - start_time
+    seconds = time.perf_counter() - start_time
     _log.info("compiled the train step in %.1f s", seconds)
     step = first_step
     if commits is not None:
