@@ -168,7 +168,7 @@ class Worker:
     self._layout.begin(self._objects, state)
     self._last_step = self.clock = int(own.local_step)
     # The clock at which there may be something to do.
-    self._next_look = self.clock
+    self._next_look = 0
     # By fragment: the local step of the last commit.
     self._sent = np.array(own.sent)
     # By fragment: the examples since the last commit, and the commit that is
@@ -281,8 +281,19 @@ class Worker:
       # The end would come without it.
       while not exchange.written.wait(_ASK_SECONDS) and not self._ask():
         self._objects.check(self._options.deadline)
-    # Also if it is the final one already: see `settle`.
-    state = self._end(state)
+    self._members.announce("done")
+    # After a signal the others are not waited for: another start of this worker
+    # takes the final center, and saves it.
+    while not self._ask() or self._members.have_ended:
+      self._objects.check(self._options.deadline)
+      with contextlib.suppress(store.StoreError):  # the store has warned
+        found = heads.read(self._objects)
+        if found.finished:
+          state = train_states.with_center(self._objects, found, state)
+          self.is_finished = True
+          break
+        self._members.look()
+      time.sleep(_ASK_SECONDS)
     self.close()
     return state
 
@@ -357,13 +368,11 @@ class Worker:
     commits, name = heads.find_commits(self._objects), str(self.worker_id)
     steps = [key.step for key in commits if key.worker == name]
     found = heads.read(self._objects)
-    if found.finished:
-      return self._end(state, is_late=True)
-    if not any(found.versions):
+    if not (found.finished or any(found.versions)):
       # Who is there at the beginning has not missed what others do after it.
       self._wait_for_all()
     step, versions = self._last_step, train_states.find(state)[1].versions
-    is_newest = versions.tolist() == found.versions
+    is_newest = versions.tolist() == found.versions and not found.finished
     if step and is_newest and max(steps, default=0) <= step:
       return state  # as it was left
     return self._go_on(state, found, max(step, found.step, *steps))
@@ -377,6 +386,13 @@ class Worker:
       local_step: The step from which local steps go on.
     """
     state = train_states.with_center(self._objects, found, state)
+    if found.finished:
+      _log.warning(
+        "worker %d finds that the run has ended: it takes the final center",
+        self.worker_id,
+      )
+      self.is_finished = True
+      self._exchanges.clear()
     missed = local_step - int(train_states.find(state)[1].local_step)
     if missed > 0:
       _log.warning(
@@ -388,7 +404,7 @@ class Worker:
       )
     self.clock += missed
     self.missed_steps += missed
-    self._last_step, self._next_look = local_step, self.clock
+    self._last_step = local_step
     return self._layout.restart(state, local_step)
 
   # -- Commits.
@@ -419,13 +435,18 @@ class Worker:
     return state
 
   def _catch_up(self, state: Any) -> Any:
-    """Returns the state at the step of the others, if this worker was away."""
-    if self._members.was_away and not self._exchanges:
+    """Returns the state at the step of the others, if they have gone on.
+
+    They have if this worker stood still, or if the run has ended without it.
+    """
+    exchanges = self._exchanges.values()
+    has_ended = any(x.watch.has_ended() and not x.result for x in exchanges)
+    if has_ended or (self._members.was_away and not exchanges):
       # If the store cannot be read, at the next commit.
       with contextlib.suppress(store.StoreError):
         found = heads.read(self._objects)
-        if found.step > self._last_step and not self.is_finished:
-          state = self._go_on(state, found, found.step)
+        if found.finished or found.step > self._last_step:
+          state = self._go_on(state, found, max(self._last_step, found.step))
         self._members.was_away = False
     return state
 
@@ -433,7 +454,7 @@ class Worker:
     """Takes a commit that is due out of the state and starts its exchange."""
     # One at a time: until its result has come, the next one grows.
     state = self._receive(state, fragment)
-    if fragment in self._exchanges or self.is_finished:
+    if fragment in self._exchanges:
       return state
     state, commit = self._layout.take(state, fragment)
     commit["examples"] = self._examples[fragment]
@@ -468,9 +489,9 @@ class Worker:
             exchange.key.step,
             seconds,
           )
-    del self._exchanges[fragment]
     if exchange.result is None:
-      return self._end(state, is_late=True)
+      return state  # the run has ended: see `_catch_up`
+    del self._exchanges[fragment]
     head, parts = exchange.result
     took = time.monotonic() - exchange.begin
     versions = max(head.version - exchange.commit["version"] - 1, 0)
@@ -491,41 +512,6 @@ class Worker:
     for exchange in self._exchanges.values():
       exchange.watch.has_ended()
     return self._should_stop()
-
-  # -- The end.
-
-  def _end(self, state: Any, is_late: bool = False) -> Any:
-    """Waits until the center is the final one, and returns the state with it.
-
-    Args:
-      state: The state of this worker.
-      is_late: Whether the run has ended already: the state continues from the
-        final center.
-    """
-    self._members.announce("done")
-    # Another start of this worker takes the final center, and saves it. After a
-    # signal the others are not waited for.
-    while not self._ask() or is_late or self._members.have_ended:
-      self._objects.check(self._options.deadline)
-      with contextlib.suppress(store.StoreError):  # the store has warned
-        found = heads.read(self._objects)
-        if found.finished:
-          if is_late:
-            _log.warning(
-              "worker %d finds that the run has ended: it takes the final "
-              "center",
-              self.worker_id,
-            )
-            step = max(self._last_step, found.step)
-            state = self._go_on(state, found, step)
-          else:
-            state = train_states.with_center(self._objects, found, state)
-          self.is_finished = True
-          self._exchanges.clear()
-          break
-        self._members.look()
-      time.sleep(_ASK_SECONDS)
-    return state
 
   def _check_running(self, name: str) -> None:
     if not self._is_started or self.is_closed:

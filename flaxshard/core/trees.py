@@ -235,10 +235,19 @@ def unshare_buffers(tree: PyTree) -> PyTree:
   """Returns a tree of strongly typed arrays, no two of which share memory.
 
   Arrays that already satisfy this are returned without a copy.
+
+  Args:
+    tree: A tree of arrays and numbers. A `jax.ShapeDtypeStruct` stays.
+
+  Raises:
+    ValueError: JAX would wrap integers around; see `check_integers`.
   """
   seen: set[Any] = set()
 
-  def unshare(x: Any) -> jax.Array:
+  def unshare(path: Path, x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return x
+    check_integers(path_string(path), x)
     x = drop_weak_type(x)
     # XLA refuses to donate the same buffer twice.
     if not seen.isdisjoint(_buffers_of(x)):
@@ -246,7 +255,7 @@ def unshare_buffers(tree: PyTree) -> PyTree:
     seen.update(_buffers_of(x))
     return x
 
-  return jax.tree.map(unshare, tree)
+  return jax.tree_util.tree_map_with_path(unshare, tree)
 
 
 def drop_weak_type(x: Any) -> jax.Array:
@@ -259,23 +268,6 @@ def drop_weak_type(x: Any) -> jax.Array:
   if jax.typeof(x).weak_type:
     x = jax.lax.convert_element_type(x, x.dtype)
   return x
-
-
-def as_arrays(tree: PyTree) -> PyTree:
-  """Returns a tree of JAX arrays without weak types.
-
-  Args:
-    tree: A tree of arrays and numbers. A `jax.ShapeDtypeStruct` stays.
-
-  Raises:
-    ValueError: JAX would wrap integers around; see `check_integers`.
-  """
-
-  def convert(path: Path, x: Any) -> Any:
-    check_integers(path_string(path), x)
-    return x if isinstance(x, jax.ShapeDtypeStruct) else drop_weak_type(x)
-
-  return jax.tree_util.tree_map_with_path(convert, tree)
 
 
 def _buffers_of(x: jax.Array) -> set[Any]:

@@ -205,7 +205,7 @@ def complete(
     All fields by name. They have a `jax.ShapeDtypeStruct` for every array if
     `given` has, or if the devices of the mesh are for compiling alone.
   """
-  given = trees.as_arrays(given)
+  given = trees.unshare_buffers(given)
   create_fields = functools.partial(create, tx, wrappers, num_replicas(mesh))
   is_abstract = mesh_lib.is_compile_only(mesh) or any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
@@ -216,8 +216,6 @@ def complete(
     )
   elif mesh is None:
     return create_fields(given)
-  else:
-    given = trees.unshare_buffers(given)
   # The shardings of slots and wrapper states depend on their shapes.
   fields = jax.eval_shape(create_fields, given)
   if mesh is None:

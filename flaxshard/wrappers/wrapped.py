@@ -84,7 +84,7 @@ class Wrapped:
     Args:
       params: A tree of arrays.
     """
-    params = trees.as_arrays(params)
+    params = trees.unshare_buffers(params)
     state = WrappedState(
       jnp.zeros((), jnp.int32),
       opt_state_lib.init(self.tx, params),
