@@ -7,7 +7,9 @@ Each of them computes new parameters, not a step, so it needs `params` in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+import inspect
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import optax
 from flaxshard.core import checks
 
 PyTree = Any
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 
 class FtrlState(NamedTuple):
@@ -47,6 +50,31 @@ class ProximalAdagradState(NamedTuple):
   accumulator: PyTree
 
 
+def _checked(**bounds: dict[str, float]) -> Callable[[_Fn], _Fn]:
+  """Returns a decorator that checks the numbers that a function is given.
+
+  Args:
+    **bounds: The bounds of some arguments; all others are at least zero.
+  """
+
+  def decorate(function: _Fn) -> _Fn:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def create(*args: Any, **kwargs: Any) -> Any:
+      for name, value in signature.bind(*args, **kwargs).arguments.items():
+        # A schedule, or an array of `optax.inject_hyperparams`.
+        if not (callable(value) or isinstance(value, jax.Array)):
+          argument = f"{function.__name__}: {name}"
+          checks.number(argument, value, **bounds.get(name, {"minimum": 0}))
+      return function(*args, **kwargs)
+
+    return create  # type: ignore[return-value]
+
+  return decorate
+
+
+@_checked(learning_rate_power={"maximum": 0})
 def ftrl(
   learning_rate: optax.ScalarOrSchedule,
   learning_rate_power: float = -0.5,
@@ -100,15 +128,6 @@ def ftrl(
     `tf.compat.v1.train.FtrlOptimizer`; McMahan et al., Ad Click Prediction: a
     View from the Trenches, 2013.
   """
-  _check_number("ftrl: learning_rate_power", learning_rate_power, maximum=0)
-  _check_not_negative(
-    "ftrl",
-    initial_accumulator_value=initial_accumulator_value,
-    l1_regularization_strength=l1_regularization_strength,
-    l2_regularization_strength=l2_regularization_strength,
-    l2_shrinkage_regularization_strength=l2_shrinkage_regularization_strength,
-    beta=beta,
-  )
   power = -learning_rate_power
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
@@ -134,6 +153,7 @@ def ftrl(
   )
 
 
+@_checked(initial_gradient_squared_accumulator_value={"above": 0})
 def adagrad_da(
   learning_rate: optax.ScalarOrSchedule,
   initial_gradient_squared_accumulator_value: float = 0.1,
@@ -179,14 +199,6 @@ def adagrad_da(
     Methods for Online Learning and Stochastic Optimization, 2011.
   """
   first = initial_gradient_squared_accumulator_value
-  _check_number(
-    "adagrad_da: initial_gradient_squared_accumulator_value", first, above=0
-  )
-  _check_not_negative(
-    "adagrad_da",
-    l1_regularization_strength=l1_regularization_strength,
-    l2_regularization_strength=l2_regularization_strength,
-  )
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
   def new_values(
@@ -200,6 +212,7 @@ def adagrad_da(
   return _create(AdagradDAState, new_values, learning_rate, 0.0, first)
 
 
+@_checked()
 def proximal_gradient_descent(
   learning_rate: optax.ScalarOrSchedule,
   l1_regularization_strength: float = 0.0,
@@ -235,11 +248,7 @@ def proximal_gradient_descent(
     `tf.compat.v1.train.ProximalGradientDescentOptimizer`; Duchi and Singer,
     Efficient Learning using Forward-Backward Splitting, 2009.
   """
-  shrink = _shrinkage(
-    "proximal_gradient_descent",
-    l1_regularization_strength,
-    l2_regularization_strength,
-  )
+  shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
   return _create(
     ProximalGradientDescentState,
     lambda rate, step, g, w: (shrink(w - rate * g, rate),),
@@ -247,6 +256,7 @@ def proximal_gradient_descent(
   )
 
 
+@_checked(initial_accumulator_value={"above": 0})
 def proximal_adagrad(
   learning_rate: optax.ScalarOrSchedule,
   initial_accumulator_value: float = 0.1,
@@ -283,10 +293,7 @@ def proximal_adagrad(
     Learning using Forward-Backward Splitting, 2009.
   """
   first = initial_accumulator_value
-  _check_number("proximal_adagrad: initial_accumulator_value", first, above=0)
-  shrink = _shrinkage(
-    "proximal_adagrad", l1_regularization_strength, l2_regularization_strength
-  )
+  shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
 
   def new_values(
     rate: jax.Array, step: jax.Array, g: Any, w: Any, n: Any
@@ -299,22 +306,8 @@ def proximal_adagrad(
   return _create(ProximalAdagradState, new_values, learning_rate, first)
 
 
-def _check_number(argument: str, value: Any, **limits: float) -> None:
-  """Checks an argument; `optax.inject_hyperparams` gives an array."""
-  if not isinstance(value, jax.Array):
-    checks.number(argument, value, **limits)
-
-
-def _check_not_negative(function: str, **values: Any) -> None:
-  for name, value in values.items():
-    _check_number(f"{function}: {name}", value, minimum=0)
-
-
-def _shrinkage(function: str, l1: float, l2: float) -> Callable[..., jax.Array]:
+def _shrinkage(l1: float, l2: float) -> Callable[..., jax.Array]:
   """Returns the proximal operator of L1 and L2 penalties."""
-  _check_not_negative(
-    function, l1_regularization_strength=l1, l2_regularization_strength=l2
-  )
   return lambda w, rate: (
     jnp.sign(w) * jnp.maximum(jnp.abs(w) - rate * l1, 0) / (1 + rate * l2)
   )
@@ -335,8 +328,6 @@ def _create(
     learning_rate: A number or a schedule.
     *first: The first value of each slot.
   """
-  if not callable(learning_rate):
-    _check_number("learning_rate", learning_rate, minimum=0)
 
   def init(params: PyTree) -> Any:
     slots = (optax.tree.full_like(params, value) for value in first)
