@@ -17,8 +17,7 @@ _NAMES = {"fs": flaxshard, "jax": jax, "jnp": jnp, "optax": optax}
 # Examples that train or compile for more than a second.
 _SLOW = {
   "flaxshard.data",
-  "flaxshard.models.cnn",
-  "flaxshard.models.resnet",
+  "flaxshard.models.images",
   "flaxshard.models.transformer",
   "flaxshard.state.train_state",
 }

@@ -129,7 +129,8 @@ class Padder:
       mask = np.zeros(tuple(padded.values()), bool)
       mask[tuple(map(slice, sizes.values()))] = True
       if key in arrays:
-        mask = _combine_masks(np.asarray(arrays[key]), mask)
+        # Transposed: a given mask of rows alone applies to all their positions.
+        mask = (np.asarray(arrays[key]).T & mask.T).T
       arrays[key] = mask
     out = sharding.put(arrays, self._shardings)
     batch = jax.tree.unflatten(flat.tree, [out[p] for p in self._leaves])
@@ -318,11 +319,3 @@ def _by_leaf(
 def _round_to_bucket(size: int, multiple: int) -> int:
   """Returns the least `multiple * 2**n` that is not below a size."""
   return multiple << (max(-(-size // multiple), 1) - 1).bit_length()
-
-
-def _combine_masks(given: np.ndarray, mask: np.ndarray) -> np.ndarray:
-  """Returns the mask of a batch, with False for the padding as well."""
-  # The mask of lower rank, say of rows, applies to all positions of a row.
-  rank = max(given.ndim, mask.ndim)
-  shapes = [x.shape + (1,) * (rank - x.ndim) for x in (given, mask)]
-  return given.reshape(shapes[0]) & mask.reshape(shapes[1])

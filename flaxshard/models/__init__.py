@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
-from flaxshard.models.cnn import CNN
-from flaxshard.models.resnet import ResNet
+from flaxshard.models.images import CNN
+from flaxshard.models.images import ResNet
 from flaxshard.models.transformer import Transformer
 
 __all__ = ["CNN", "MODELS", "ResNet", "Transformer", "create"]

@@ -150,7 +150,7 @@ class Commits:
       with contextlib.closing(report.MetricsFile(root, step - 1)) as file:
         file.write(step, row)
     report.draw(config, root)
-    report.log_result(root, logging.WARNING)
+    report.log_result(root, level=logging.WARNING)
 
   def _skip(self, step: int, before: int, last: int) -> int:
     """Skips batches up to the step of the others; returns their number.

@@ -7,7 +7,7 @@ each step, saves a checkpoint and stops. No signal interrupts a save.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import logging
 import math
@@ -26,7 +26,6 @@ from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
-from flaxshard.train import report
 from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import LossScale
 
@@ -191,8 +190,10 @@ class Watch:
       self._warn(when, f"step {step} {when} with updates pending. {notes}")
 
 
-class EarlyStopping:
-  """The evaluations of a run so far, and whether they end it.
+def stopped_early(
+  config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]
+) -> str | None:
+  """Returns why evaluations end a run; None if they do not.
 
   An evaluation improves if its metric is better than the best one so far by
   more than `min_delta`. Flax's rule tolerates `patience` evaluations in a row
@@ -202,71 +203,41 @@ class EarlyStopping:
   Args:
     config: `config.early_stopping`, also that of an earlier run; without a
       metric nothing ends the run.
-    workdir: The workdir of a run that continues, with its `metrics.jsonl`.
-    last_step: The step that it continues from. Rows after that step are left
-      out: the run writes them again.
-
-  Attributes:
-    best_step: The step of the best evaluation, 0 before the first one.
-    stopped_step: The step that ends the run, or None.
+    rows: The rows of metrics so far, some of which have an evaluation. A metric
+      that is None is not finite.
 
   Example:
-    >>> stopping = EarlyStopping({"metric": "eval_loss", "mode": "auto",
-    ...                           "patience": 1, "min_delta": 0.0})
-    >>> for step, loss in enumerate([0.5, 0.3, 0.4, 0.3]):
-    ...   stopping.update(step, {"eval_loss": loss})
-    >>> stopping.stopped_step, stopping.best_step
-    (3, 1)
+    >>> config = {"metric": "eval_loss", "mode": "auto", "patience": 1,
+    ...           "min_delta": 0.0}
+    >>> losses = enumerate([0.5, 0.3, 0.4, 0.3])
+    >>> stopped_early(config, [{"step": i, "eval_loss": x} for i, x in losses])
+    ...     # doctest: +ELLIPSIS
+    'stopped early at step 3: eval_loss has not improved on 0.3 of step 1 by...'
   """
-
-  def __init__(
-    self, config: Mapping[str, Any], workdir: str = "", last_step: int = 0
-  ):
-    self.best_step = 0
-    self.stopped_step: int | None = None
-    self._config = config
-    mode = config_lib.resolve_mode(config["metric"], config["mode"])
-    # Flax's rule knows smaller metrics as better.
-    self._sign = -1 if mode == "max" else 1
-    self._rule = flax_early_stopping.EarlyStopping(
-      patience=config["patience"], min_delta=config["min_delta"]
-    )
-    if last_step and config["metric"] != "none":
-      for row in report.read_rows(workdir):
-        if row["step"] <= last_step:
-          self.update(row["step"], row)
-
-  def update(self, step: int, row: Mapping[str, float | None]) -> None:
-    """Adds the evaluation of a row, if it has one.
-
-    Args:
-      step: The step of the row.
-      row: Its metrics by name; None is one that is not finite.
-    """
-    if self._config["metric"] not in row:
-      return
-    value = row[self._config["metric"]]
-    if value is None or not math.isfinite(value):
-      value = math.inf * self._sign
-    self._rule = self._rule.update(value * self._sign)
-    if self._rule.has_improved:
-      self.best_step = step
-    if self._rule.should_stop and self.stopped_step is None:
-      self.stopped_step = step
-
-  def log(self) -> None:
-    """Logs why the run has ended, if it has ended early."""
-    if self.stopped_step is not None:
-      _log.info(
-        "stopped early at step %d: %s has not improved on %.4g of step %d by "
-        "more than %g in %d evaluations",
-        self.stopped_step,
-        self._config["metric"],
-        self._rule.best_metric * self._sign,
-        self.best_step,
-        self._config["min_delta"],
-        self._config["patience"] + 1,
+  metric = config["metric"]
+  if metric == "none":
+    return None
+  # Flax's rule knows smaller metrics as better.
+  mode = config_lib.resolve_mode(metric, config["mode"])
+  sign = -1 if mode == "max" else 1
+  rule = flax_early_stopping.EarlyStopping(
+    patience=config["patience"], min_delta=config["min_delta"]
+  )
+  best_step = 0
+  for row in rows:
+    if metric not in row:
+      continue
+    value = math.inf if row[metric] is None else sign * row[metric]
+    rule = rule.update(value if math.isfinite(value) else math.inf)
+    if rule.has_improved:
+      best_step = row["step"]
+    if rule.should_stop:
+      return (
+        f"stopped early at step {row['step']}: {metric} has not improved on "
+        f"{rule.best_metric * sign:.4g} of step {best_step} by more than "
+        f"{config['min_delta']:g} in {config['patience'] + 1} evaluations"
       )
+  return None
 
 
 class StopRequest:

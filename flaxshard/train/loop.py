@@ -95,7 +95,7 @@ def train_and_evaluate(
     workdir = files.absolute(workdir)
     rank = devices.find_rank(config, worker_id, num_workers, start_timeout)
     if multihost.is_process_known():
-      same_run.check_config(config)
+      same_run.check_processes(config)
     # From here on JAX has started: this can set the number of virtual devices.
     strategy = devices.create_strategy(
       devices.config_of_worker(config, rank.num_workers)
@@ -131,7 +131,7 @@ def _run(
   setup = setup_lib.Setup(config, strategy, task, rank)
   lowered = setup.trace().lower()
   steps.check_metrics(setup)
-  same_run.check_setup(setup, lowered)
+  same_run.check_processes(config, setup, lowered)
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
@@ -160,17 +160,19 @@ def _run(
     state, first_step = same_run.restore_or_create(
       setup, workdir, checkpointer, batches
     )
-    stopping = endings.EarlyStopping(config.early_stopping, workdir, first_step)
-    if stopping.stopped_step or first_step >= config.num_train_steps:
+    evaluations: list[dict[str, Any]] = []
+    if config.early_stopping.metric != "none":
+      evaluations = report.read_rows(workdir, first_step)
+    stopped = endings.stopped_early(config.early_stopping, evaluations)
+    if stopped or first_step >= config.num_train_steps:
       _log.warning(
         "nothing to train: step %d of config.num_train_steps=%d is done in %s",
         first_step,
         config.num_train_steps,
         workdir,
       )
-      stopping.log()
       report.draw(config, workdir)
-      report.log_result(workdir)
+      report.log_result(workdir, stopped)
       return state, None
 
     # -- Start.
@@ -252,8 +254,9 @@ def _run(
       evaluation: dict[str, float] = {}
       if evaluate:
         evaluation = steps.evaluate(setup, state, step)
-        stopping.update(step, evaluation)
-        if stopping.stopped_step is not None:
+        evaluations.append({"step": step, **evaluation})
+        stopped = endings.stopped_early(config.early_stopping, evaluations)
+        if stopped:
           ends = is_last = log = save = True
         watch.warn_of_pending(step, state, ends)
       row: dict[str, float | int | None] = {}
@@ -291,12 +294,11 @@ def _run(
     if commits is not None:
       if ends:
         commits.publish(step, state, row)
-      if stopping.stopped_step is not None:
+      if stopped:
         # Saved as it was evaluated; the others may go on from another center.
         commits.finish(state)
-  stopping.log()
   if ends or signum is None:
-    report.log_result(workdir)
+    report.log_result(workdir, stopped)
     return state, None
   _log.warning(
     "%s: saved step %d in %s; the same command or call continues from there",

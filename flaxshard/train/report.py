@@ -136,7 +136,7 @@ class MetricsFile:
   """
 
   def __init__(self, workdir: str, last_step: int):
-    kept = [row for row in read_rows(workdir) if row["step"] <= last_step]
+    kept = read_rows(workdir, last_step)
     self._path = os.path.join(workdir, _METRICS_FILE)
     self._text = "".join(json.dumps(row) + "\n" for row in kept)
     # A crash while the file is rewritten must not lose the earlier rows.
@@ -164,13 +164,16 @@ class MetricsFile:
       files.write_text(self._path, self._text)
 
 
-def read_rows(workdir: str) -> list[dict[str, Any]]:
+def read_rows(
+  workdir: str, last_step: float = math.inf
+) -> list[dict[str, Any]]:
   """Returns the rows of a workdir's `metrics.jsonl`, without broken lines.
 
   A process that was killed while writing leaves an incomplete last line.
 
   Args:
     workdir: The folder of the file, which may be missing.
+    last_step: Rows of later steps are left out.
   """
   rows = []
   path = epath.Path(os.path.join(workdir, _METRICS_FILE))
@@ -184,7 +187,7 @@ def read_rows(workdir: str) -> list[dict[str, Any]]:
           row = None
         # The end of a line that was cut in two may be valid JSON, such as `5`.
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-          rows.append(row)
+          rows += [row] if row["step"] <= last_step else []
         else:
           _log.warning("%s: ignored a broken line: %r", path, line)
   return rows
@@ -365,13 +368,18 @@ def _panels(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
   return dict(drawn[:_MAX_PANELS])
 
 
-def log_result(workdir: str, level: int = logging.INFO) -> None:
+def log_result(
+  workdir: str, stopped: str | None = None, level: int = logging.INFO
+) -> None:
   """Logs the last metrics and where the files are.
 
   Args:
     workdir: The folder of the files.
+    stopped: Why the run has ended early, if it has.
     level: The level: workers but worker 0 log warnings only.
   """
+  if stopped:
+    _log.log(level, "%s", stopped)
   final = read_last_values(workdir)
   # Of two lines, the second one is the evaluation.
   for line in format_row(final.pop("step", 0), final)[-1:]:

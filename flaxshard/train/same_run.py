@@ -33,6 +33,7 @@ from flaxshard.data import sources
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import config as config_lib
 from flaxshard.train import endings
+from flaxshard.train import report
 from flaxshard.train import setup as setup_lib
 from flaxshard.train.config import definition
 
@@ -52,11 +53,6 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 # Seconds until a new file is visible on all hosts of a shared file system.
 _VISIBLE_SECONDS = 10.0
-
-_SAME_COMMAND = (
-  "Run the same command, with the same files and packages, and as many devices "
-  "of one kind, on all processes."
-)
 
 
 # The last run of a workdir.
@@ -173,12 +169,12 @@ def check_earlier_run(
   if not changes:
     return
   listed = ", ".join(changes)
+  rows = report.read_rows(workdir, latest_step)
 
   def is_finished(values: Mapping[str, Any]) -> bool:
     rule = values.get("early_stopping", {"metric": "none"})
-    stopping = endings.EarlyStopping(rule, workdir, latest_step)
     is_last = latest_step >= values.get("num_train_steps", math.inf)
-    return is_last or stopping.stopped_step is not None
+    return is_last or endings.stopped_early(rule, rows) is not None
 
   if is_finished(now) or (now["resume"] != "extend" and is_finished(before)):
     raise ValueError(
@@ -242,7 +238,12 @@ def restore_or_create(
   if latest_step is None:
     state = setup.create_state()
     if config.init_from.path:
-      state = _initialize(config.init_from, state)
+      given = config.init_from.to_dict()
+      # What stands for None in a config.
+      given["step"] = None if given["step"] < 0 else given["step"]
+      given["item"] = given["item"] or None
+      with registry.errors_name("config.init_from"):
+        state = checkpoint.init_from(state, **given)[0]
     return state, 0
   with multihost.raise_on_all_processes(ValueError):
     if jax.process_index() == 0:
@@ -256,42 +257,23 @@ def restore_or_create(
   return state, first_step
 
 
-def _initialize(init_from: Any, state: TrainState) -> TrainState:
-  """Returns a new state with the parameters of `config.init_from`."""
-  arguments = init_from.to_dict()
-  if arguments["step"] < 0:
-    arguments["step"] = None
-  arguments["item"] = arguments["item"] or None
-  with registry.errors_name("config.init_from"):
-    return checkpoint.init_from(state, **arguments)[0]
-
-
 # The processes and the workers of a run.
 
 
-def check_config(config: Any) -> None:
-  """Raises if processes have other configs or packages.
+def check_processes(
+  config: Any,
+  setup: setup_lib.Setup | None = None,
+  lowered: jax.stages.Lowered | None = None,
+) -> None:
+  """Raises if processes have other configs, packages, data or train steps.
 
   Call it before JAX starts its devices, if the processes know of each other
-  then: with other configs, the start may hang.
+  then: with other configs, the start may hang. The traced train step shows the
+  devices, and the code of the model, the optimizer and the wrappers.
 
   Args:
     config: A checked config.
-
-  Raises:
-    ValueError: Two processes disagree.
-  """
-  multihost.check_agreement(_code_facts(config), _SAME_COMMAND)
-
-
-def check_setup(setup: setup_lib.Setup, lowered: jax.stages.Lowered) -> None:
-  """Raises if processes have other configs, packages, data or train steps.
-
-  The traced train step shows the devices, and the code of the model, the
-  optimizer and the wrappers.
-
-  Args:
-    setup: The setup of the config.
+    setup: The setup of the config, if it is there already.
     lowered: Its train step.
 
   Raises:
@@ -299,9 +281,15 @@ def check_setup(setup: setup_lib.Setup, lowered: jax.stages.Lowered) -> None:
   """
   if multihost.process_count() == 1:
     return
-  step = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-  facts = {**_facts(setup), "the traced train step (SHA-256)": step}
-  multihost.check_agreement(facts, _SAME_COMMAND)
+  facts = _facts(config, setup)
+  if lowered is not None:
+    step = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    facts["the traced train step (SHA-256)"] = step
+  multihost.check_agreement(
+    facts,
+    "Run the same command, with the same files and packages, and as many "
+    "devices of one kind, on all processes.",
+  )
 
 
 def worker_facts(setup: setup_lib.Setup) -> dict[str, Any]:
@@ -312,32 +300,25 @@ def worker_facts(setup: setup_lib.Setup) -> dict[str, Any]:
   Args:
     setup: The setup of the config.
   """
-  facts = _facts(setup)
+  facts = _facts(setup.config, setup)
   for field in definition.FREE_FIELDS:
     facts["config"].pop(field)
   return {**facts, "example": _shapes_to_json(setup.shapes)}
 
 
-def _facts(setup: setup_lib.Setup) -> dict[str, Any]:
-  """Returns facts about the config, the code and the data."""
-  facts = _code_facts(setup.config)
+def _facts(config: Any, setup: setup_lib.Setup | None) -> dict[str, Any]:
+  """Returns facts about the config, the code and, of a setup, the data."""
+  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  facts: dict[str, Any] = {
+    "config": config_to_json(config),
+    "the version of": {"flaxshard": VERSION, **versions},
+  }
   # None if the task makes its own batches.
-  if (splits := setup.splits) is not None:
+  if setup is not None and (splits := setup.splits) is not None:
     named = {"train": splits.train, "eval": splits.eval}
     read = {k: _source_facts(x) for k, x in named.items() if x is not None}
     facts["the data"] = read
   return facts
-
-
-def _code_facts(config: Any) -> dict[str, Any]:
-  """Returns facts about the config and the code."""
-  return {
-    "config": config_to_json(config),
-    "the version of": {
-      "flaxshard": VERSION,
-      **{name: importlib.metadata.version(name) for name in _PACKAGES},
-    },
-  }
 
 
 def _source_facts(source: Any) -> dict[str, Any]:

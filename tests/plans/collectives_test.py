@@ -65,7 +65,7 @@ SITE = "/venv/lib/python3.12/site-packages"
     ([f"{SITE}/flax/linen/linear.py", "/home/u/model.py"], "model.py:2"),
     ([f"{SITE}/models/vit.py", "/home/u/train.py"], "vit.py:1"),
     ([f"{SITE}/jax/numpy.py", f"{SITE}/optax/adam.py"], "adam.py:2"),
-    ([f"{SITE}/flaxshard/models/cnn.py", "/home/u/t.py"], "cnn.py:1"),
+    ([f"{SITE}/flaxshard/models/images.py", "/home/u/t.py"], "images.py:1"),
     ([f"{SITE}/flaxshard/state/train_state.py", "/home/u/t.py"], "t.py:2"),
     ([f"{SITE}/jax/numpy.py"], ""),
   ],

@@ -251,7 +251,7 @@ def stopped(tmp_path_factory):
     ({"patience": 0, "mode": "max"}, [1.0, 2.0, 1.5], 3, 2),
     # None stands for a value that is not finite.
     ({"patience": 0}, [None, None, 3.0, None], 4, 3),
-    ({"patience": 0}, [2.0, 3.0, 1.0], 2, 3),
+    ({"patience": 0}, [2.0, 3.0, 1.0], 2, 1),
   ],
 )
 def test_the_run_ends_after_patience_evaluations_without_improvement(
@@ -259,11 +259,11 @@ def test_the_run_ends_after_patience_evaluations_without_improvement(
 ):
   rule = {"metric": "eval_loss", **rule}
   config = config_lib.check(tiny.config(early_stopping=rule))
-  stopping = endings.EarlyStopping(config.early_stopping)
-  for step, value in enumerate(values, start=1):
-    stopping.update(step, {rule["metric"]: value})
-  assert stopping.stopped_step == stopped_step
-  assert stopping.best_step == best_step
+  metric = rule["metric"]
+  rows = [{"step": i, metric: x} for i, x in enumerate(values, start=1)]
+  stopped = endings.stopped_early(config.early_stopping, rows)
+  steps = stopped and tuple(map(int, re.findall(r"step (\d+)", stopped)))
+  assert steps == (stopped_step and (stopped_step, best_step))
 
 
 def test_a_run_that_ends_early_has_its_last_row_and_checkpoint(stopped):
