@@ -255,28 +255,26 @@ def _trace(
     boxed = jax.eval_shape(initialize, *args)
     apply_fn, policy = static
 
-  if mesh is None:
-    # A constraint of a mesh in the context counts where there is no strategy.
-    unboxed = lambda *args: nn.meta.unbox(initialize(*args))
-    shapes = jax.eval_shape(unboxed, *args)
-    return Initializer(unboxed, args, shapes, apply_fn, policy)
-  resolve = functools.partial(rules_lib.resolve, strict=strict)
-  specs = {
-    # The rules are about the parameters alone.
-    name: resolve(rules if name == "params" else None, mesh, x, argument=name)
-    for name, x in boxed.items()
-  }
-  arg_specs: PyTree = (specs,)
-  if not isinstance(model, nnx.Module):
-    arg_specs = resolve(None, mesh, args, argument="(rng, sample_input)")
+  variables = jax.eval_shape(rules_lib.unbox, boxed)
+  # A constraint of a mesh in the context counts where there is no strategy.
+  unbox, arg_specs = nn.meta.unbox, None
+  if mesh is not None:
+    unbox = rules_lib.unbox
+    resolve = functools.partial(rules_lib.resolve, strict=strict)
+    specs = {
+      # The rules are about the parameters alone.
+      name: resolve(rules if name == "params" else None, mesh, x, argument=name)
+      for name, x in boxed.items()
+    }
+    shardings = fields_lib.shardings_of(specs, mesh)
+    variables = jax.tree.map(mesh_lib.abstract_array, variables, shardings)
+    arg_specs = (specs,)
+    if not isinstance(model, nnx.Module):
+      arg_specs = resolve(None, mesh, args, argument="(rng, sample_input)")
   return Initializer(
-    lambda *args: rules_lib.unbox(initialize(*args)),
+    lambda *args: unbox(initialize(*args)),
     args,
-    jax.tree.map(
-      mesh_lib.abstract_array,
-      rules_lib.unbox(boxed),
-      fields_lib.shardings_of(specs, mesh),
-    ),
+    variables,
     apply_fn,
     policy,
     arg_specs,
