@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -140,7 +141,7 @@ def lock(
     reentrant: Whether this process may lock the directory more than once.
 
   Returns:
-    A function that releases the lock; calling it again does nothing.
+    A function that releases the lock, to be called once.
 
   Raises:
     ValueError: Another program holds the lock, or this process holds it and
@@ -176,10 +177,7 @@ def lock(
     )
   with contextlib.suppress(OSError), open(path, "w") as f:  # a full disk
     f.write(f"process {os.getpid()} on {socket.gethostname()}")
-  # `close` calls `_release` the first time, and does nothing after that.
-  held = contextlib.ExitStack()
-  held.callback(_release, file_lock)
-  return held.close
+  return functools.partial(_release, file_lock)
 
 
 def _release(file_lock: filelock.BaseFileLock) -> None:
