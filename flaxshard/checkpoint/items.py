@@ -135,7 +135,7 @@ def metadata(
     step: Number of the step that it is saved under.
     config: The training config, with values that JSON can hold.
   """
-  mesh = mesh_of(state)
+  mesh = fields_lib.mesh_in(state)
   wrappers = [w for s in by_name(state).values() for w in s.wrappers]
   return {
     "flaxshard": version.VERSION,
@@ -156,14 +156,6 @@ def step_of(state: States) -> Any:
   if isinstance(state, Mapping):
     return {name: int(s.step) for name, s in state.items()}
   return int(state.step)
-
-
-def mesh_of(tree: Any) -> Any:
-  """Returns the mesh of a tree of arrays; None if it has none."""
-  for x in jax.tree.leaves(tree):
-    if isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding):
-      return x.sharding.mesh
-  return None
 
 
 # -- The position in the data.

@@ -107,7 +107,7 @@ def restore_step(
     ValueError: The leaves differ, or one was not restored as it was asked for;
       the message names the first path.
   """
-  if (mesh := items.mesh_of(state)) is not None:
+  if (mesh := fields_lib.mesh_in(state)) is not None:
     mesh_lib.check_can_run("restore: state", mesh)
   saved = reader.open_step(where, plain_item)
   with multihost.raise_on_all_processes(*reader.ERRORS):
@@ -349,7 +349,7 @@ def _template(state: TrainState) -> Any:
   A leaf that is not placed on a mesh is replicated over the mesh of the others.
   A `PerReplica` stands there as one value, as it is saved.
   """
-  mesh = items.mesh_of(state)
+  mesh = fields_lib.mesh_in(state)
   default: Any = jax.device_put(0).sharding  # of the default device
   if mesh is not None:
     default = jax.sharding.NamedSharding(mesh, jax.P())

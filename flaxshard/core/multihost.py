@@ -154,15 +154,12 @@ def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
   if process_count() == 1:
     yield
     return
-  error = None
+  error = sent = None
   try:
     yield
   except Exception as e:
-    error = e
-  sent = None
-  if error is not None:
-    matches = [isinstance(error, kind) for kind in kinds] + [True]
-    sent = (matches.index(True), str(error)[:_MESSAGE_LENGTH])
+    error, matches = e, [isinstance(e, kind) for kind in kinds] + [True]
+    sent = matches.index(True), str(e)[:_MESSAGE_LENGTH]
   received = exchange(sent)
   if error is not None:
     raise error

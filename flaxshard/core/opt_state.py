@@ -177,7 +177,10 @@ def counts(opt_state: PyTree) -> dict[str, jax.Array]:
   return {
     trees.path_string(path): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
-    if _is_count(path, leaf)
+    # optax has no type for a count: these are the names of its fields.
+    if trees.path_strings(path[-1:]) in (("count",), ("step_count",))
+    and not leaf.shape
+    and jnp.issubdtype(leaf.dtype, jnp.integer)
   }
 
 
@@ -188,18 +191,7 @@ def with_counts(opt_state: PyTree, new: Mapping[str, jax.Array]) -> PyTree:
     opt_state: The state.
     new: The new step counts by path; counts without an entry stay.
   """
+  changed = {path: new.get(path, x) for path, x in counts(opt_state).items()}
   return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: (
-      new.get(trees.path_string(path), leaf) if _is_count(path, leaf) else leaf
-    ),
-    opt_state,
-  )
-
-
-def _is_count(path: Path, leaf: Any) -> bool:
-  # optax has no type for a count: these are the names of its fields.
-  return (
-    trees.path_strings(path[-1:]) in (("count",), ("step_count",))
-    and not leaf.shape
-    and jnp.issubdtype(leaf.dtype, jnp.integer)
+    lambda path, leaf: changed.get(trees.path_string(path), leaf), opt_state
   )

@@ -12,12 +12,6 @@ from flaxshard.core import checks
 # The names of the policies.
 Name = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 
-_COMPUTE_DTYPES = {
-  "float32": jnp.float32,
-  "mixed_float16": jnp.float16,
-  "mixed_bfloat16": jnp.bfloat16,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
@@ -47,7 +41,7 @@ class Policy:
   @property
   def compute_dtype(self) -> jnp.dtype:
     """The dtype of activations, and of parameters in the computation."""
-    return jnp.dtype(_COMPUTE_DTYPES[self.name])
+    return jnp.dtype(self.name.removeprefix("mixed_"))
 
   @property
   def param_dtype(self) -> jnp.dtype:

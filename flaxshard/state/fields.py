@@ -147,6 +147,14 @@ def mesh_of(
   raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}.")
 
 
+def mesh_in(tree: PyTree) -> Any:
+  """Returns the mesh of a tree of arrays; None if it has none."""
+  for x in jax.tree.leaves(tree):
+    if isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding):
+      return x.sharding.mesh
+  return None
+
+
 def num_replicas(mesh: jax.sharding.Mesh | None) -> int:
   """Returns the number of replicas of a mesh; 1 without a mesh."""
   return 1 if mesh is None else mesh.shape[mesh_lib.REPLICA]
@@ -261,11 +269,8 @@ def reinitialize(state: Any, replaced: Mapping[str, PyTree]) -> Any:
     state: A state of arrays, whose shardings the result has.
     replaced: The new values of `params` and of collections, by field.
   """
-  sharding: Any = jax.tree.leaves(state.params)[0].sharding
-  is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
   given = {**variables(state), **replaced}
-  mesh = sharding.mesh if is_on_mesh else None
-  new = complete(state.tx, state.wrappers, given, mesh)
+  new = complete(state.tx, state.wrappers, given, mesh_in(state))
   return state.replace(**new)
 
 
