@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
     kind: `OWN`, `SHARED` or `SPLIT`.
     wrappers: The wrappers of the TrainState that it is part of, or None.
     is_placed: Whether the user has put it on a mesh, or it has no values.
-    sharding: Of an argument in the program, else None.
+    sharding: That of an argument on the strategy's mesh; None before.
   """
 
   path: Any
@@ -53,14 +53,20 @@ class Leaf(NamedTuple):
     return f"argument {trees.path_string(self.path[1:])}"
 
   @property
-  def stored_spec(self) -> jax.P:
-    """Which dimensions of an argument are split over the replicas."""
-    return specs_lib.only(self.sharding.spec, [mesh_lib.REPLICA])
-
-  @property
   def spec(self) -> jax.P:
-    """Those of which each replica sees its part: all of what they share."""
-    return jax.P() if self.kind == SHARED else self.stored_spec
+    """The dimensions of which each replica sees its part."""
+    if self.kind == SPLIT and self.sharding is not None:
+      return specs_lib.only(self.sharding.spec, [mesh_lib.REPLICA])
+    return jax.P(mesh_lib.REPLICA) if self.kind == OWN else jax.P()
+
+  def check_rows(self, shape: tuple[int, ...], num_replicas: int) -> None:
+    """Raises a ValueError if it lacks rows, or has more rows than replicas."""
+    if self.kind == OWN and shape[:1] != (num_replicas,):
+      raise ValueError(
+        f"run: {self.argument}, which each replica has for itself, must have "
+        f"the {num_replicas} replicas as its first dimension, got shape "
+        f"{shape}."
+      )
 
 
 def is_state(x: Any) -> bool:
@@ -69,8 +75,10 @@ def is_state(x: Any) -> bool:
 
 
 def is_node(x: Any) -> bool:
-  """Returns whether `x` is a TrainState, a `PerReplica` or a `Replicated`."""
-  return is_state(x) or isinstance(x, (values.PerReplica, values.Replicated))
+  """Returns whether `x` is converted as a whole, by `to_local`."""
+  return is_state(x) or isinstance(
+    x, (values.PerReplica, values.Replicated, nnx.Pytree)
+  )
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
@@ -107,29 +115,14 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
 # -- The arguments, before they are on the mesh.
 
 
-def refuse_modules(args: PyTree) -> None:
-  """Raises a TypeError if NNX modules or optimizers are among arguments."""
-  is_module = lambda x: isinstance(x, nnx.Pytree)
-  for path, x in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_module):
-    # As a tree it is copied, so that what changes in it would be lost.
-    if is_module(x):
-      raise TypeError(
-        f"run: argument {trees.path_string(path[1:])} is a "
-        f"{type(x).__name__} of NNX, whose changes would be lost: parameters, "
-        "batch statistics, random streams. Make a TrainState with "
-        "create_train_state(model, ...), or call the step under nnx.jit. To "
-        "compute with a model that does not change, pass nnx.state(model) as "
-        "the argument, and call nnx.merge in fn."
-      )
-
-
 def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
   """Puts an argument on the mesh, if it is not there already.
 
   Args:
     mesh: The strategy's mesh.
     x: The argument; a `jax.ShapeDtypeStruct` for lowering.
-    leaf: What it is.
+    leaf: What it is. If an argument like it was put on the mesh before, it has
+      the sharding of that one.
 
   Returns:
     The array, with a sharding on the mesh.
@@ -137,8 +130,9 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
   Raises:
     TypeError: The argument is not an array, or is traced.
     ValueError: It was donated, is per replica for another number of replicas,
-      is sharded on another mesh, has integers that do not fit their dtype in
-      JAX, or is not the same in all processes.
+      is sharded on another mesh, is split over replicas though the wrappers let
+      replicas differ in it, has integers that do not fit their dtype in JAX, or
+      is not the same in all processes.
   """
   placed = x
   if not isinstance(x, jax.core.Tracer):
@@ -155,7 +149,7 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
         f"{checks.describe(x)}. Values of other types are bound to the "
         "function: functools.partial(fn, name=value), created once."
       )
-    target = _sharding_on(mesh, x, leaf)
+    target = leaf.sharding or _sharding_on(mesh, x, leaf)
     if getattr(x, "sharding", None) == target:
       return x
     is_shape = isinstance(x, jax.ShapeDtypeStruct)
@@ -179,15 +173,10 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
 
 def _sharding_on(mesh: Mesh, x: Any, leaf: Leaf) -> NamedSharding:
   """Returns the sharding with which an argument enters the program."""
-  replicas = mesh.shape[mesh_lib.REPLICA]
-  if leaf.kind == OWN and np.shape(x)[:1] != (replicas,):
-    raise ValueError(
-      f"run: {leaf.argument}, which each replica has for itself, must have the "
-      f"{replicas} replicas as its first dimension, got shape {np.shape(x)}."
-    )
+  leaf.check_rows(np.shape(x), mesh.shape[mesh_lib.REPLICA])
   sharding = getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
-    return default_sharding(mesh, leaf.kind)
+    return NamedSharding(mesh, leaf.spec)
   if sharding.mesh != mesh:
     # A whole copy can be moved. The parts of a batch of another strategy lie on
     # the wrong devices, or in the wrong order: most likely a mistake.
@@ -197,35 +186,50 @@ def _sharding_on(mesh: Mesh, x: Any, leaf: Leaf) -> NamedSharding:
         f"devices, or in another order: {sharding}. Shard it on strategy.mesh, "
         f"{mesh}."
       )
-    return default_sharding(mesh, leaf.kind)
+    return NamedSharding(mesh, leaf.spec)
   spec = sharding.spec
   if leaf.kind == SHARED:
     # XLA returns the state with this form of the spec. Any other form would
     # make the second step compile again.
     spec = specs_lib.shortest(spec, mesh)
+    w = leaf.wrappers or ()
+    steps_alone = stack.groups_of(w) or stack.reduces(w) == "local"
+    if steps_alone and mesh_lib.REPLICA in specs_lib.axes_in(spec):
+      raise ValueError(
+        f"run: {leaf.argument} is split over 'replica', {spec}, though its "
+        "wrappers let replicas step alone: split it over logical axes. "
+        f"{stack.divergence(w) or ''}"
+      )
   elif leaf.kind == OWN and not values.has_replica_axis(spec):
     spec = jax.P(mesh_lib.REPLICA, *spec[1:])
   # An array that was offloaded to host memory stays there.
   return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def default_sharding(mesh: Mesh, kind: str) -> NamedSharding:
-  """Returns the sharding of an array that has none on the mesh."""
-  return NamedSharding(
-    mesh, jax.P(mesh_lib.REPLICA) if kind == OWN else jax.P()
-  )
-
-
 # -- Between the view of all replicas and that of one.
 
 
-def to_local(node: Any) -> Any:
+def to_local(path: Any, node: Any) -> Any:
   """Returns a node of the arguments as a replica sees it, without `PerReplica`.
 
   Args:
+    path: Its path in `(args, kwargs)`.
     node: A TrainState, a `PerReplica`, or an array. Of what each replica has
       for itself it has this replica's row.
+
+  Raises:
+    TypeError: It is a module or an optimizer of NNX.
   """
+  if isinstance(node, nnx.Pytree):
+    # As a tree it is copied, so that what changes in it would be lost.
+    raise TypeError(
+      f"run: argument {trees.path_string(path[1:])} is a "
+      f"{type(node).__name__} of NNX, whose changes would be lost: parameters, "
+      "batch statistics, random streams. Make a TrainState with "
+      "create_train_state(model, ...), or call the step under nnx.jit. To "
+      "compute with a model that does not change, pass nnx.state(model) as "
+      "the argument, and call nnx.merge in fn."
+    )
   if values.is_per_replica(node):
     return node.value
   if not is_state(node):
@@ -233,7 +237,7 @@ def to_local(node: Any) -> Any:
   node = _swap_collections(node)
   # Not without one: Flax's own TrainState has no field for the paths.
   if own_paths := values.paths_of_per_replica(node):
-    node = jax.tree.map(to_local, node, is_leaf=values.is_per_replica)
+    node = jax.tree.map_with_path(to_local, node, is_leaf=values.is_per_replica)
     node = node.replace(own_paths=own_paths)
   return node
 
@@ -242,8 +246,8 @@ def to_global(node: Any) -> Any:
   """Undoes `to_local` on a node of what a function returned.
 
   Args:
-    node: A TrainState, a `Replicated`, or an array, which becomes a
-      `PerReplica`.
+    node: A TrainState, a `Replicated`, or another part of the results, whose
+      arrays become `PerReplica`.
 
   Raises:
     TypeError: The function returned a `PerReplica`.
@@ -253,8 +257,10 @@ def to_global(node: Any) -> Any:
       "run: fn returned a PerReplica. fn must return this replica's value; "
       "run returns a PerReplica with the values of all replicas."
     )
-  if not is_node(node):
-    return values.PerReplica(node)
+  if isinstance(node, values.Replicated):
+    return node
+  if not is_state(node):
+    return jax.tree.map(values.PerReplica, node)
   if own_paths := getattr(node, "own_paths", None):
     is_own = lambda path, _: trees.path_strings(path) in own_paths
     node = jax.tree.map_with_path(

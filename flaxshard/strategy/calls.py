@@ -105,21 +105,18 @@ class CompiledForms:
     """
     mesh, donate_argnums, _ = self.options
     # Only a call shows how many arguments there are.
-    if any(not 0 <= i < len(args) for i in donate_argnums):
+    if not set(donate_argnums) <= set(range(len(args))):
       raise ValueError(
         f"donate_argnums={donate_argnums} must be positions of arguments, of "
         f"which there are {len(args)}."
       )
-    arguments.refuse_modules((args, kwargs))
     leaves, values = arguments.flatten((args, kwargs))
-    placed = list(map(functools.partial(arguments.place, mesh), values, leaves))
+    for i, leaf in enumerate(leaves):
+      values[i] = arguments.place(mesh, values[i], leaf)
+      leaves[i] = leaf._replace(sharding=values[i].sharding)
     treedef = jax.tree.structure((args, kwargs))
-    key = treedef, tuple(x.sharding for x in placed)
+    key = treedef, tuple([leaf.sharding for leaf in leaves])
     if key not in self._compiled:
-      leaves = [
-        leaf._replace(sharding=x.sharding)
-        for leaf, x in zip(leaves, placed, strict=True)
-      ]
       run = functools.partial(
         program.run, self.get_function, self.options, treedef, leaves
       )
@@ -130,7 +127,7 @@ class CompiledForms:
         if leaf.path[0].idx == 0 and leaf.path[1].idx in donate_argnums
       ]
       self._compiled[key] = jax.jit(run, donate_argnums=donated)
-    return leaves, placed, self._compiled[key]
+    return leaves, values, self._compiled[key]
 
 
 # The compiled forms, by options, of each function, and of each method of an

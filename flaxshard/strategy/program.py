@@ -21,10 +21,13 @@ from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas.values import has_replica_axis
+from flaxshard.replicas.values import is_per_replica
 from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
 from flaxshard.strategy import rewrites
+from flaxshard.wrappers import stack
 
 PyTree = Any
 NamedSharding = jax.sharding.NamedSharding
@@ -66,19 +69,24 @@ def run(
   """
   mesh, replicas = options.mesh, options.mesh.shape[mesh_lib.REPLICA]
   given = treedef.unflatten(
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding)
-    for x, leaf in zip(arrays, leaves, strict=True)
+    [
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding)
+      for x, leaf in zip(arrays, leaves, strict=True)
+    ]
   )
   nodes = jax.tree.leaves(given, is_leaf=arguments.is_state)
-  states = list(filter(arguments.is_state, nodes))
+  states = [x for x in nodes if arguments.is_state(x)]
   context = replica_context.ReplicaContext(
-    replicas, params=tuple(state.params for state in states)
+    replicas, params=tuple([state.params for state in states])
   )
+  for wrappers in {getattr(state, "wrappers", ()) for state in states}:
+    stack.check_replicas(wrappers, replicas)
   # Batches that are no list have the steps as their first dimension.
   is_stacked = options.reductions is not None and not isinstance(
     given[0][1], list
   )
-  batches = mistakes.check_arguments(arrays, leaves, replicas, is_stacked)
+  if is_stacked:
+    _check_stacked(given[0][1])
   returned: list[Any] = []
 
   def body(*arrays: jax.Array) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -86,7 +94,7 @@ def run(
       x[0] if leaf.kind == arguments.OWN else x
       for x, leaf in zip(arrays, leaves, strict=True)
     ]
-    args, kwargs = jax.tree.map(
+    args, kwargs = jax.tree.map_with_path(
       arguments.to_local, treedef.unflatten(rows), is_leaf=arguments.is_node
     )
     fn = get_function()
@@ -110,12 +118,15 @@ def run(
 
   parts = []
   for x, leaf in zip(arrays, leaves, strict=True):
-    if leaf.spec != leaf.stored_spec:
+    # Arrays that were on the mesh already may have other shapes than before.
+    leaf.check_rows(x.shape, replicas)
+    if leaf.kind == arguments.SHARED:
       # jax.shard_map gathers what is stored split over the replicas, but only
       # where the axes are Auto.
-      axes = mesh_lib.logical_axes(mesh)
-      gathered = specs_lib.only(leaf.sharding.spec, axes)
-      x = mesh_lib.constrain(x, NamedSharding(mesh, gathered))
+      stored = leaf.sharding.spec
+      gathered = specs_lib.only(stored, mesh_lib.logical_axes(mesh))
+      if gathered != stored:
+        x = mesh_lib.constrain(x, NamedSharding(mesh, gathered))
     parts.append(x)
   mapped = jax.shard_map(
     body,
@@ -134,7 +145,7 @@ def run(
   # The numbers of the leaves, in the order in which the program returns them.
   order = [i for group in traced.out_info for i in group]
   results = [kinds[i] for i in order]
-  mistakes.check_program(program, leaves, results, batches, replicas)
+  mistakes.check_program(program, leaves, results, replicas, is_stacked)
   # On CPU bfloat16 is summed in float32.
   if mesh.devices.flat[0].platform != "cpu":
     program = rewrites.sum_before_widening(program)
@@ -142,7 +153,7 @@ def run(
   if set(mesh.axis_types[1:]) == {jax.sharding.AxisType.Auto}:
     program = rewrites.forget_mesh(program)
   by_number = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
-  out = out_treedef.unflatten(by_number[i] for i in range(len(order)))
+  out = out_treedef.unflatten([by_number[i] for i in range(len(order))])
   place = functools.partial(_place, mesh, states)
   return jax.tree.map(place, out, is_leaf=arguments.is_node)
 
@@ -173,8 +184,7 @@ def _place(mesh: jax.sharding.Mesh, arrived: list[Any], node: Any) -> Any:
     }
   kinds, leaves = arguments.flatten(node)
   shardings = [
-    known.get((leaf.path, x.shape))
-    or arguments.default_sharding(mesh, leaf.kind)
+    known.get((leaf.path, x.shape)) or NamedSharding(mesh, leaf.spec)
     for leaf, x in zip(kinds, leaves, strict=True)
   ]
   return treedef.unflatten(map(mesh_lib.constrain, leaves, shardings))
@@ -198,6 +208,23 @@ def _call(fn: Function, args: Any, kwargs: Any) -> PyTree:
 
 
 # -- A loop over several steps, for `Strategy.run_steps`.
+
+
+def _check_stacked(batches: PyTree) -> None:
+  """Raises a ValueError if one batch is given in place of several.
+
+  Args:
+    batches: Shapes `[steps, ...]` with shardings.
+  """
+  for path, x in jax.tree.leaves_with_path(batches, is_leaf=is_per_replica):
+    if not is_per_replica(x) and has_replica_axis(x.sharding.spec):
+      # Its examples, split over the replicas, would be taken for steps.
+      raise ValueError(
+        f"run_steps: batches[{trees.path_string(path)}] of shape {x.shape} is "
+        "split over the replicas along its first dimension, which is that of "
+        "the steps. Pass a list of batches, [batch], or arrays [steps, batch, "
+        "...] with the sharding PartitionSpec(None, 'replica')."
+      )
 
 
 def run_loop(

@@ -68,16 +68,8 @@ class Fact(NamedTuple):
       are the same, or only a replica's own data makes them differ.
   """
 
-  classes: tuple[int, ...]
+  classes: tuple[Hashable, ...]
   history: frozenset[str] = frozenset()
-
-  @classmethod
-  def of(cls, values: Iterable[Hashable], history: Iterable[str] = ()) -> Fact:
-    """Returns the fact that replicas with equal `values` hold the same."""
-    numbers: dict[Hashable, int] = {}
-    classes = tuple(numbers.setdefault(v, len(numbers)) for v in values)
-    kept = frozenset(history)
-    return cls(classes, kept if any(classes) else kept & _MARKS)
 
   @property
   def is_replicated(self) -> bool:
@@ -89,24 +81,28 @@ class Fact(NamedTuple):
     """The primitives after which the values may differ."""
     return sorted(self.history - _MARKS)
 
-  def is_same_within(self, groups: Fact) -> bool:
-    """Returns whether replicas hold the same where they do in `groups`."""
-    pairs = zip(groups.classes, self.classes, strict=True)
-    return len(set(pairs)) == len(set(groups.classes))
-
   def after(self, step: str) -> Fact:
     """Returns the fact with a mark, or the name of a primitive, more."""
     return self._replace(history=self.history | {step})
 
 
 @functools.cache
-def _join(facts: frozenset[Fact]) -> Fact:
+def join(*facts: Fact) -> Fact:
   """Returns the fact of a function of several values.
 
   Replicas hold the same result if they hold the same values of all inputs.
+
+  Args:
+    *facts: The facts of the inputs. Their `classes` may be any hashable values,
+      equal for replicas that hold the same.
   """
   classes, history = zip(*facts, strict=True)
-  return Fact.of(zip(*classes, strict=True), frozenset().union(*history))
+  numbers: dict[Hashable, int] = {}
+  joined = tuple(
+    numbers.setdefault(x, len(numbers)) for x in zip(*classes, strict=True)
+  )
+  known = frozenset().union(*history)
+  return Fact(joined, known if any(joined) else known & _MARKS)
 
 
 class SameStateCheck:
@@ -120,16 +116,17 @@ class SameStateCheck:
   """
 
   def __init__(self, num_replicas: int):
-    self.constant = Fact.of([0] * num_replicas)
-    self.own = Fact.of(range(num_replicas))
+    self.constant = Fact((0,) * num_replicas)
+    self.own = Fact(tuple(range(num_replicas)))
     self.gradients: list[Fact] = []
 
   def within(self, groups: rows.Groups) -> Fact:
     """Returns the fact of a value that the replicas of each group share."""
-    if groups is None:
-      return self.constant
-    first = {i: group[0] for group in groups for i in group}
-    return Fact.of(first.get(i, i) for i in self.own.classes)
+    classes = list(self.constant.classes)
+    for number, group in enumerate(groups or ()):
+      for i in group:
+        classes[i] = number
+    return join(Fact(tuple(classes)))
 
   def run(self, program: Any, inputs: Sequence[Fact]) -> list[Fact]:
     """Returns the facts of a program's outputs.
@@ -173,7 +170,7 @@ class SameStateCheck:
       branches = [self.run(branch, given[1:]) for branch in params["branches"]]
       # Which branch is taken depends on the predicate.
       outputs = zip(*branches, strict=True)
-      return [_join(frozenset((given[0], *x))) for x in outputs]
+      return [join(given[0], *x) for x in outputs]
     if name == "while":
       return self._while(params, given)
     if name == "scan":
@@ -197,7 +194,7 @@ class SameStateCheck:
       # The condition decides how often the body runs.
       (goes_on,) = self.run(params["cond_jaxpr"], condition + carry)
       new = self.run(params["body_jaxpr"], body + carry)
-      return [_join(frozenset((x, goes_on))) for x in new]
+      return [join(x, goes_on) for x in new]
 
     return self._loop(step, given[first + second :])
 
@@ -213,7 +210,7 @@ class SameStateCheck:
     """
     while True:
       out = step(carry)
-      new = [_join(frozenset(x)) for x in zip(carry, out, strict=False)]
+      new = [join(*x) for x in zip(carry, out, strict=False)]
       if new == carry:
         return carry + out[len(carry) :]
       carry = new
@@ -256,17 +253,17 @@ class SameStateCheck:
         # A replica to which no other one sends receives zeros.
         source = {to: x.classes[start] for start, to in params["perm"]}
         values = map(source.get, values)
-    return Fact.of(values, x.after(name).history)
+    return join(Fact(tuple(values), x.after(name).history))
 
   def _unfollowed(self, eqn: Any, given: list[Fact]) -> Fact:
     """Returns the output of an equation as a function of all its inputs."""
-    name, found = eqn.primitive.name, _join(frozenset((self.constant, *given)))
+    name, found = eqn.primitive.name, join(self.constant, *given)
     # A collective in the body of a kernel, or one that this check has no rule
     # for, makes the result more than a function of the inputs.
     if name in _IMPURE or _names_replicas(eqn):
-      return Fact.of(self.own.classes, found.after(name).history)
+      return join(self.own, found.after(name))
     if name in _OPAQUE:
-      return Fact.of(found.classes, found.after(name).history)
+      return join(found.after(name))
     if name in _INDEXED and any(x.history & {KEY, NUMBER} for x in given[1:]):
       return found.after(NUMBER)
     return found
