@@ -17,7 +17,6 @@ from flaxshard.core import trees
 from flaxshard.replicas import values
 from flaxshard.strategy import arguments
 from flaxshard.strategy import same_state
-from flaxshard.wrappers import stack
 
 _WRAPPER_STATES = jax.tree_util.GetAttrKey("wrapper_states")
 # The cause of a difference after which no primitive is to blame.
@@ -63,11 +62,11 @@ def check_program(
   if num_replicas == 1:
     return
   checker = same_state.SameStateCheck(num_replicas)
-  inputs = [_fact_of(leaf, checker) for leaf in leaves]
+  inputs = list(map(checker.fact_of, leaves))
   outputs: list[same_state.Fact] = []
   differing: list[str] = []
   for leaf, x in zip(results, checker.run(program, inputs), strict=True):
-    wanted = _fact_of(leaf, checker)
+    wanted = checker.fact_of(leaf)
     if same_state.join(wanted, x).classes != wanted.classes:
       causes = ", ".join(x.causes) or _OWN
       differing.append(f"{trees.path_string(leaf.path)} ({causes})")
@@ -84,24 +83,27 @@ def check_program(
       "with get_replica_context().assume_replicated(...)."
     )
   # Other functions may compute the same on all replicas for good reasons.
-  if all([leaf.wrappers is None for leaf in leaves]):
+  if all(leaf.wrappers is None for leaf in leaves):
     return
+  gradients = same_state.join(checker.constant, *checker.gradients)
+  computed = checker.gradients or outputs
   # What wrappers keep for each replica (AGN's local parameters) is no data.
-  is_split = [
+  is_split = any(
     leaf.spec != jax.P() and _WRAPPER_STATES not in leaf.path for leaf in leaves
-  ]
-  gradients = checker.gradients
-  computed = gradients or outputs
-  # A program that drops other units on each replica still computes the whole
-  # batch there. One that uses the number of a replica otherwise may take a part
-  # of the batch by itself.
-  takes_part = [same_state.NUMBER in x.history for x in computed]
-  if computed and not any(is_split + takes_part):
-    _warn_of_whole_batch(program, leaves, gradients, num_replicas, is_stacked)
+  )
+  if computed and not is_split:
+    # A program that drops other units on each replica still computes the whole
+    # batch there. One that uses the number of a replica otherwise may take a
+    # part of the batch by itself.
+    if same_state.NUMBER not in same_state.join(*computed).history:
+      # Random ones of each replica.
+      has_inputs = not gradients.is_replicated
+      _warn_of_whole_batch(
+        program, leaves, num_replicas, has_inputs, is_stacked
+      )
   # A sum over the replicas has made them the same, and not only constants or
   # the same data on all replicas.
-  is_summed = [same_state.SUMMED in x.history for x in gradients]
-  if any(is_summed) and all([x.is_replicated for x in gradients]):
+  if gradients.is_replicated and same_state.SUMMED in gradients.history:
     checks.warn(
       "run: the gradients are already reduced over the replicas when "
       "apply_gradients averages them: if they were summed, the step is "
@@ -111,41 +113,27 @@ def check_program(
     )
 
 
-def _fact_of(
-  leaf: arguments.Leaf, checker: same_state.SameStateCheck
-) -> same_state.Fact:
-  """Returns which replicas hold the same of an argument, or must of a result.
-
-  All replicas are one group, unless wrappers keep groups of them apart.
-  """
-  if leaf.spec != jax.P():
-    return checker.own
-  return checker.within(stack.groups_of(leaf.wrappers or ()))
-
-
 def _warn_of_whole_batch(
   program: Any,
   leaves: Sequence[arguments.Leaf],
-  gradients: Sequence[same_state.Fact],
   num_replicas: int,
+  has_inputs: bool,
   is_stacked: bool,
 ) -> None:
   """Warns if a program, of which nothing is split, seems to have a batch."""
-  # Nobody has said how to split what is not on a mesh.
-  plain = [
+  batches = [
     (leaf, aval)
     for leaf, aval in zip(leaves, program.in_avals, strict=True)
     if leaf.kind == arguments.SPLIT
+    and _may_be_batch(aval, num_replicas, int(is_stacked))
   ]
+  # Nobody has said how to split what is not on a mesh.
   whole = [
     f"{leaf.argument} of shape {aval.shape}"
-    for leaf, aval in plain
-    if not leaf.is_placed and _may_be_batch(aval, num_replicas, int(is_stacked))
+    for leaf, aval in batches
+    if not leaf.is_placed
   ]
-  # A batch, or random inputs of each replica.
-  has_inputs = not all(x.is_replicated for x in gradients) or any(
-    _may_be_batch(aval, num_replicas) for _, aval in plain
-  )
+  has_inputs = has_inputs or bool(batches)
   whole += [
     f"a captured array of shape {x.shape} (pass it as an argument)"
     for x in program.consts

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import functools
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 
 from flaxshard.core import jaxprs
@@ -26,6 +27,8 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
+from flaxshard.strategy import arguments
+from flaxshard.wrappers import stack
 
 # These run one program, with their own inputs and outputs.
 _CALLS = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"shard_map"}
@@ -81,13 +84,9 @@ class Fact(NamedTuple):
     """The primitives after which the values may differ."""
     return sorted(self.history - _MARKS)
 
-  def after(self, step: str) -> Fact:
-    """Returns the fact with a mark, or the name of a primitive, more."""
-    return self._replace(history=self.history | {step})
-
 
 @functools.cache
-def join(*facts: Fact) -> Fact:
+def join(*facts: Fact, after: str | None = None) -> Fact:
   """Returns the fact of a function of several values.
 
   Replicas hold the same result if they hold the same values of all inputs.
@@ -95,13 +94,14 @@ def join(*facts: Fact) -> Fact:
   Args:
     *facts: The facts of the inputs. Their `classes` may be any hashable values,
       equal for replicas that hold the same.
+    after: A mark, or the name of a primitive, for the history of the result.
   """
   classes, history = zip(*facts, strict=True)
   numbers: dict[Hashable, int] = {}
   joined = tuple(
     numbers.setdefault(x, len(numbers)) for x in zip(*classes, strict=True)
   )
-  known = frozenset().union(*history)
+  known = frozenset().union(*history, () if after is None else (after,))
   return Fact(joined, known if any(joined) else known & _MARKS)
 
 
@@ -120,10 +120,13 @@ class SameStateCheck:
     self.own = Fact(tuple(range(num_replicas)))
     self.gradients: list[Fact] = []
 
-  def within(self, groups: rows.Groups) -> Fact:
-    """Returns the fact of a value that the replicas of each group share."""
+  def fact_of(self, leaf: arguments.Leaf) -> Fact:
+    """Returns which replicas share an argument, or must share a result."""
+    if leaf.spec != jax.P():
+      return self.own
+    # All replicas are one group, unless wrappers keep groups of them apart.
     classes = list(self.constant.classes)
-    for number, group in enumerate(groups or ()):
+    for number, group in enumerate(stack.groups_of(leaf.wrappers or ()) or ()):
       for i in group:
         classes[i] = number
     return join(Fact(tuple(classes)))
@@ -183,7 +186,7 @@ class SameStateCheck:
     if mesh_lib.REPLICA not in axes:
       return [self._unfollowed(eqn, given)] * len(eqn.outvars)
     if name == "axis_index":
-      return [self.own.after(NUMBER)]
+      return [join(self.own, after=NUMBER)]
     return [self._collective(name, params, axes, x) for x in given]
 
   def _while(self, params: Any, given: list[Fact]) -> list[Fact]:
@@ -223,7 +226,7 @@ class SameStateCheck:
       return x._replace(history=frozenset({KEY}))
     # The rows of a sum are gathered. Other gathers are no sums.
     if name == rows.SUMMED and not x.is_replicated:
-      return x.after(SUMMED)
+      return join(x, after=SUMMED)
     if name == replica_context.GRADIENTS:
       self.gradients.append(x)
     return x
@@ -233,7 +236,7 @@ class SameStateCheck:
   ) -> Fact:
     """Returns the fact of a collective's result for one operand."""
     if name in _SUMS and not x.is_replicated:
-      x = x.after(SUMMED)
+      x = join(x, after=SUMMED)
     groups = params.get("axis_index_groups")
     # all_to_all and reduce_scatter give each replica another part, even of a
     # replicated operand. What a collective without a rule does is not known.
@@ -253,7 +256,7 @@ class SameStateCheck:
         # A replica to which no other one sends receives zeros.
         source = {to: x.classes[start] for start, to in params["perm"]}
         values = map(source.get, values)
-    return join(Fact(tuple(values), x.after(name).history))
+    return join(Fact(tuple(values), x.history), after=name)
 
   def _unfollowed(self, eqn: Any, given: list[Fact]) -> Fact:
     """Returns the output of an equation as a function of all its inputs."""
@@ -261,11 +264,11 @@ class SameStateCheck:
     # A collective in the body of a kernel, or one that this check has no rule
     # for, makes the result more than a function of the inputs.
     if name in _IMPURE or _names_replicas(eqn):
-      return join(self.own, found.after(name))
+      return join(self.own, found, after=name)
     if name in _OPAQUE:
-      return join(found.after(name))
+      return join(found, after=name)
     if name in _INDEXED and any(x.history & {KEY, NUMBER} for x in given[1:]):
-      return found.after(NUMBER)
+      return join(found, after=NUMBER)
     return found
 
 
