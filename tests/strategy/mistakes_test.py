@@ -29,8 +29,8 @@ KEY = jax.random.key(0)
 SHORTER = {**batch(1), "y": Y[1][:8]}
 
 
-def echo(x):
-  return EIGHT.run(lambda x: x, args=(x,))
+echo = EIGHT.jit(lambda x: x)
+rows = lambda n: fs.PerReplica(EIGHT.shard_batch(np.ones(n)))
 
 
 def run_split_agn():
@@ -39,8 +39,7 @@ def run_split_agn():
   EIGHT.run(lambda s: s, [state])
 
 
-def pmean(grads):
-  return jax.lax.pmean(grads, "replica")
+pmean = functools.partial(jax.lax.pmean, axis_name="replica")
 
 
 def step_with(reduce, **options):
@@ -78,7 +77,9 @@ def changes_a_shape(state, batch):
     (lambda: EIGHT.run(jnp.sum, 3.0), TypeError, r"args=\(state, batch\), got"),
     (lambda: echo("a"), TypeError, "argument 0.*'a'"),
     (lambda: echo({"n": 2**31}), ValueError, rf"argument 0/n .*{2**31}.*int32"),
-    (lambda: echo(fs.PerReplica(np.ones(16))), ValueError, r"shape \(16,\)"),
+    (lambda: echo(fs.PerReplica(np.ones(4))), ValueError, r"shape \(4,\)"),
+    # Also if rows of the right number were compiled before.
+    (lambda: [echo(rows(n)) for n in (8, 16)], ValueError, r"shape \(16,\)"),
     (lambda: echo(sharded(REVERSED, 0)), ValueError, "argument 0/x"),
     (run_split_agn, ValueError, "0/params/w1 is split over 'replica'"),
     (lambda: jax.jit(lambda x: echo(X))(1.0), TypeError, "argument 0"),
