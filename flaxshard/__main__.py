@@ -158,7 +158,7 @@ def main(argv: list[str]) -> None:
       return
     # Once, before several processes find the same mistake.
     config = config_lib.check(FLAGS.config)
-    is_worker = devices.store_agn(config) is not None
+    is_worker = devices.has_workers(config)
     if FLAGS.plan is not None:
       _print_plan(config, is_worker)
     elif FLAGS.local_processes:

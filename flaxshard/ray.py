@@ -127,7 +127,7 @@ def fit(
   checks.integer(
     "scaling_config.num_workers", scaling_config.min_workers, minimum=1
   )
-  if devices.store_agn(config) is not None:
+  if devices.has_workers(config):
     return _fit_actors(
       config, workdir, scaling_config, run_config or ray_train.RunConfig()
     )

@@ -58,9 +58,7 @@ def integer(
     8
   """
   # bool is a subclass of int.
-  if isinstance(value, (bool, np.bool_)) or not isinstance(
-    value, (int, np.integer)
-  ):
+  if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
     raise ArgumentTypeError(
       f"{argument} must be an integer, got {describe(value)}."
     )
@@ -105,9 +103,8 @@ def number(
   }
   given = [f" {k} {v:g}" for k, v in bounds.items() if math.isfinite(v)]
   allowed = "a finite number" + " and".join(given)
-  if isinstance(value, (bool, np.bool_)) or not isinstance(
-    value, (int, float, np.integer, np.floating)
-  ):
+  numbers = (int, float, np.integer, np.floating)
+  if isinstance(value, bool) or not isinstance(value, numbers):
     raise ArgumentTypeError(
       f"{argument} must be {allowed}, got {describe(value)}."
     )

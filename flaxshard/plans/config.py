@@ -52,7 +52,7 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   step = step_lib.compile_step(setup.trace(), setup.arguments, setup_lib.BATCH)
   plan = plan_lib.plan_step(step, topology)
   rules = rules_lib.from_config(config.mesh.rules)
-  worker = () if devices.store_agn(config) is None else (_WORKER,)
+  worker = (_WORKER,) if devices.has_workers(config) else ()
   return dataclasses.replace(
     plan,
     notes=(*plan.notes, *worker),

@@ -65,16 +65,16 @@ def folder_of_worker(workdir: str, worker_id: int) -> str:
   return os.path.join(workdir, "workers", str(worker_id))
 
 
-def store_agn(config: Any) -> AGN | None:
-  """Returns the AGN of a config whose center is in a store, if there is one.
+def has_workers(config: Any) -> bool:
+  """Returns whether a run has workers: whether its center is in a store.
 
   Args:
     config: A checked config.
   """
-  for wrapper in wrappers_lib.from_config(config.wrappers):
-    if isinstance(wrapper, AGN) and wrapper.commits_to_store:
-      return wrapper
-  return None
+  return any(
+    isinstance(wrapper, AGN) and wrapper.commits_to_store
+    for wrapper in wrappers_lib.from_config(config.wrappers)
+  )
 
 
 def config_of_worker(config: Any, num_workers: int) -> Any:
@@ -128,7 +128,7 @@ def find_rank(
     ValueError: The processes are connected by JAX, the config has no AGN
       with a center in a store, or an index or a number is wrong or missing.
   """
-  if store_agn(config) is None:
+  if not has_workers(config):
     if worker_id is not None or num_workers is not None:
       raise ValueError(
         f"worker_id={worker_id!r} and num_workers={num_workers!r} need an AGN "

@@ -159,7 +159,7 @@ def load(
     step,
     lambda path: restoring.restore_step(path, setup.abstract_state),
   )
-  if step is not None or devices.store_agn(config) is None:
+  if step is not None or not devices.has_workers(config):
     number, state = restore()
   else:
     has_steps = bool(steps.find(steps.directory_of_steps(workdir)))

@@ -147,7 +147,7 @@ def _run(
       same_run.open_checkpointer(config, workdir)
     )
     commits = None
-    if devices.store_agn(config) is not None:
+    if devices.has_workers(config):
       # Imported here: other runs do not need it.
       from flaxshard.train import commits as commits_lib
 

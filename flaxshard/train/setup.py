@@ -98,10 +98,6 @@ class Setup:
     self._by_row = jax.sharding.NamedSharding(
       strategy.mesh, sharding.OVER_REPLICAS
     )
-    # One program, and not one for each array.
-    self._combine_replicas = jax.jit(
-      steps.combine_replicas, out_shardings=self._whole
-    )
     self.task, self.shapes, self.splits = tasks.load(
       config, task, shapes_only=shapes_only, known=known
     )
@@ -314,7 +310,9 @@ class Setup:
     """Waits for a progress; returns that of all replicas as NumPy arrays."""
     # Otherwise each process has the whole progress already.
     if self.config.mesh.per_replica:
-      progress = self._combine_replicas(progress)
+      # One program, and not one for each array.
+      combine = jax.jit(steps.combine_replicas, out_shardings=self._whole)
+      progress = combine(progress)
     return steps.Progress(*jax.device_get(progress))
 
   def train_rng(self) -> Any:
