@@ -170,7 +170,7 @@ class Worker:
     # The clock at which there may be something to do.
     self._next_look = 0
     # By fragment: the local step of the last commit.
-    self._sent = np.array(own.sent)
+    self._sent = own.sent.tolist()
     # By fragment: the examples since the last commit, and the commit that is
     # under way.
     self._examples = [0.0] * self._options.fragments
@@ -248,7 +248,7 @@ class Worker:
     if self.is_finished or not self.worker_id:
       with contextlib.suppress(store.StoreError):  # the store has warned
         found = heads.read(self._objects)
-        return train_states.with_center(self._objects, found, state)
+        state = train_states.with_center(self._objects, found, state)
     return state
 
   def finish(self, state: Any) -> Any:
@@ -269,7 +269,7 @@ class Worker:
     for exchange in self._exchanges.values():
       exchange.is_late = False
     state = self._exchange(state, delay=0)
-    if self._due(state):
+    if self._due():
       _log.warning(
         "worker %d ends, and its last local steps are not in the center: the "
         "commit before them is not merged: fewer than quorum=%d workers are "
@@ -405,6 +405,7 @@ class Worker:
     self.clock += missed
     self.missed_steps += missed
     self._last_step = local_step
+    self._sent = [local_step] * self._options.fragments
     return self._layout.restart(state, local_step)
 
   # -- Commits.
@@ -418,20 +419,19 @@ class Worker:
     """
     self._ask()
     own = train_states.find(state)[1]
-    if (np.asarray(own.sent) < self._sent).any():
+    if own.sent.tolist() != self._sent:
       raise RuntimeError(
-        f"Worker: the steps up to {self._sent.min()} would be committed again. "
+        f"Worker: the steps up to {min(self._sent)} would be committed again. "
         "Go on with the state that start, commit and settle return; an older "
         "one, as of a checkpoint, needs a new Worker."
       )
     # Steps that were skipped, or are accumulated, do not count.
     self._last_step = int(own.local_step)
-    for fragment in self._due(state):
+    for fragment in self._due():
       state = self._send(state, fragment)
     for fragment, exchange in [*self._exchanges.items()]:
       if exchange.key.step + delay <= self._last_step:
         state = self._receive(state, fragment)
-    self._sent = np.array(train_states.find(state)[1].sent)
     return state
 
   def _catch_up(self, state: Any) -> Any:
@@ -458,7 +458,7 @@ class Worker:
       return state
     state, commit = self._layout.take(state, fragment)
     commit["examples"] = self._examples[fragment]
-    self._examples[fragment] = 0.0
+    self._examples[fragment], self._sent[fragment] = 0.0, self._last_step
     key = heads.Key(fragment, self._members.start, self._last_step)
     self._exchanges[fragment] = heads.Exchange(
       self._objects, key, commit, self._merger.watch.wake
@@ -473,11 +473,7 @@ class Worker:
     exchange, begin = self._exchanges.get(fragment), time.monotonic()
     if exchange is None:
       return state
-    while not exchange.watch.has_ended(
-      0.0 if exchange.is_late else _ASK_SECONDS
-    ):
-      if exchange.is_late:
-        return state
+    while not (exchange.is_late or exchange.watch.has_ended(_ASK_SECONDS)):
       stops, seconds = self._ask(), self._options.deadline
       if time.monotonic() - begin > (_LAST_WRITE_SECONDS if stops else seconds):
         exchange.is_late = True
@@ -490,7 +486,7 @@ class Worker:
             seconds,
           )
     if exchange.result is None:
-      return state  # the run has ended: see `_catch_up`
+      return state  # it is late, or the run has ended: see `_catch_up`
     del self._exchanges[fragment]
     head, parts = exchange.result
     took = time.monotonic() - exchange.begin
@@ -498,11 +494,11 @@ class Worker:
     self._results.append((took, versions, head.workers))
     return self._layout.pull(state, fragment, head, parts)
 
-  def _due(self, state: Any) -> list[int]:
+  def _due(self) -> list[int]:
     """Returns the fragments of which a commit is due."""
     return [
       fragment
-      for fragment, sent in enumerate(train_states.find(state)[1].sent.tolist())
+      for fragment, sent in enumerate(self._sent)
       if sent < agn_store.last_due(self._agn, fragment, self._last_step)
     ]
 

@@ -202,11 +202,8 @@ def in_train_state(path: Path, layouts: Layouts = LAYOUTS) -> Path:
 
 def below(leaves: Mapping[Path, _Leaf], at: Path) -> dict[Path, _Leaf]:
   """Returns the leaves whose path begins with `at`, by the rest of it."""
-  found = {}
-  for path, x in leaves.items():
-    if path[: len(at)] == at:
-      found[path[len(at) :]] = x
-  return found
+  n = len(at)
+  return {path[n:]: x for path, x in leaves.items() if path[:n] == at}
 
 
 def part(leaves: Leaves, name: str) -> Leaves:
