@@ -218,11 +218,7 @@ def complete(
   is_abstract = mesh_lib.is_compile_only(mesh) or any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
   )
-  if is_abstract:
-    given = jax.tree.map(
-      lambda x: mesh_lib.abstract_array(x, getattr(x, "sharding", None)), given
-    )
-  elif mesh is None:
+  if mesh is None and not is_abstract:
     return create_fields(given)
   # The shardings of slots and wrapper states depend on their shapes.
   fields = jax.eval_shape(create_fields, given)
