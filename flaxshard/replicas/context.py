@@ -306,17 +306,14 @@ def reduce_over_replicas(
   leaves, treedef = jax.tree.flatten(tree, is_leaf=is_indexed_slices)
   count = len(groups[0]) if groups else num_replicas()
   collective = getattr(jax.lax, f"p{op}")
-  sent = {
-    i: _widen(x) for i, x in enumerate(leaves) if not is_indexed_slices(x)
-  }
-  received = collective(sent, mesh_lib.REPLICA, axis_index_groups=groups)
+  sent = [None if is_indexed_slices(x) else _widen(x) for x in leaves]
+  reduced = collective(sent, mesh_lib.REPLICA, axis_index_groups=groups)
   for i, x in enumerate(leaves):
-    if i not in sent:
-      leaves[i] = rows.reduce(op, x, count, groups)
-    else:
-      is_wide = sent[i] is not x
-      leaves[i] = received[i].astype(x.dtype) if is_wide else received[i]
-  return jax.tree.unflatten(treedef, leaves)
+    if sent[i] is None:
+      reduced[i] = rows.reduce(op, x, count, groups)
+    elif sent[i] is not x:
+      reduced[i] = reduced[i].astype(x.dtype)
+  return jax.tree.unflatten(treedef, reduced)
 
 
 def _widen(x: Any) -> Any:

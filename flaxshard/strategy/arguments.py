@@ -149,6 +149,7 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
         f"{checks.describe(x)}. Values of other types are bound to the "
         "function: functools.partial(fn, name=value), created once."
       )
+    leaf.check_rows(np.shape(x), mesh.shape[mesh_lib.REPLICA])
     target = leaf.sharding or _sharding_on(mesh, x, leaf)
     if getattr(x, "sharding", None) == target:
       return x
@@ -173,7 +174,6 @@ def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
 
 def _sharding_on(mesh: Mesh, x: Any, leaf: Leaf) -> NamedSharding:
   """Returns the sharding with which an argument enters the program."""
-  leaf.check_rows(np.shape(x), mesh.shape[mesh_lib.REPLICA])
   sharding = getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
     return NamedSharding(mesh, leaf.spec)

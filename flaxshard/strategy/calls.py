@@ -7,7 +7,7 @@ becomes one program for all replicas, which is checked (`program`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import functools
 import types
@@ -37,7 +37,8 @@ class _LastCall(NamedTuple):
   Attributes:
     jitted: The jitted program.
     shardings: The shardings that the leaves had; None for what is no JAX array.
-    moved: The leaves that were not on the mesh already, by their numbers.
+    moved: The leaves that were not on the mesh already, by their numbers. They
+      have to be moved in the next call too.
   """
 
   jitted: Any
@@ -76,11 +77,7 @@ class CompiledForms:
     # A donated array keeps its sharding, and JAX 0.10.2 crashes on it.
     if last is None or any([x.is_deleted() for x in values]):
       mesh_lib.check_can_run("run", mesh)
-      leaves, values, jitted = self._prepare(args, kwargs)
-      # An array that had to be moved will be moved in the next call too.
-      moved = {
-        i: leaves[i] for i, x in enumerate(values) if x.sharding != shardings[i]
-      }
+      jitted, values, moved = self._prepare(args, kwargs)
       last = _LastCall(jitted, shardings, moved)
     # A jax.shard_map that leaves axes to XLA must be compiled.
     with jax.disable_jit(False):
@@ -91,17 +88,17 @@ class CompiledForms:
 
   def trace(self, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
-    _, placed, jitted = self._prepare(args, kwargs)
+    jitted, placed, _ = self._prepare(args, kwargs)
     return jitted.trace(*placed)
 
   def _prepare(
     self, args: Any, kwargs: Any
-  ) -> tuple[Sequence[arguments.Leaf], list[Any], Any]:
-    """Returns what the leaves of arguments are, and these on the mesh.
+  ) -> tuple[Any, list[Any], dict[int, arguments.Leaf]]:
+    """Puts arguments on the mesh.
 
     Returns:
-      What each leaf is, the leaves on the mesh, and the jitted program for
-      arguments like these.
+      The jitted program for arguments like these, their leaves on the mesh, and
+      what those are, by number, that were not on the mesh already.
     """
     mesh, donate_argnums, _ = self.options
     # Only a call shows how many arguments there are.
@@ -111,9 +108,12 @@ class CompiledForms:
         f"which there are {len(args)}."
       )
     leaves, values = arguments.flatten((args, kwargs))
-    for i, leaf in enumerate(leaves):
-      values[i] = arguments.place(mesh, values[i], leaf)
+    moved = {}
+    for i, (leaf, x) in enumerate(zip(leaves, values, strict=True)):
+      values[i] = arguments.place(mesh, x, leaf)
       leaves[i] = leaf._replace(sharding=values[i].sharding)
+      if values[i] is not x:
+        moved[i] = leaves[i]
     treedef = jax.tree.structure((args, kwargs))
     key = treedef, tuple([leaf.sharding for leaf in leaves])
     if key not in self._compiled:
@@ -127,7 +127,7 @@ class CompiledForms:
         if leaf.path[0].idx == 0 and leaf.path[1].idx in donate_argnums
       ]
       self._compiled[key] = jax.jit(run, donate_argnums=donated)
-    return leaves, values, self._compiled[key]
+    return self._compiled[key], values, moved
 
 
 # The compiled forms, by options, of each function, and of each method of an

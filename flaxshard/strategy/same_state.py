@@ -139,25 +139,20 @@ class SameStateCheck:
       inputs: The facts of its inputs.
     """
     program = jaxprs.open_program(program)
-    known = dict(zip(program.invars, inputs, strict=True))
-
-    def look_up(atom: Any) -> Fact:
-      # Literals have no hash.
-      is_literal = isinstance(atom, core.Literal)
-      return self.constant if is_literal else known.get(atom, self.constant)
-
+    # By id, because literals have no hash. All others are constants.
+    known = dict(zip(map(id, program.invars), inputs, strict=True))
     for eqn in program.eqns:
-      given = list(map(look_up, eqn.invars))
+      given = [known.get(id(x), self.constant) for x in eqn.invars]
       # JAX has no public class for the type of a mutable array.
       refs = [x for x in eqn.invars if hasattr(x.aval, "inner_aval")]
+      written = [*refs, *eqn.outvars]
       if refs:
         # The equation may write any of its inputs to a mutable array.
-        written = self._unfollowed(eqn, given)
-        known.update(dict.fromkeys((*refs, *eqn.outvars), written))
+        outputs = [self._unfollowed(eqn, given)] * len(written)
       else:
         outputs = self._equation(eqn, given)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return list(map(look_up, program.outvars))
+      known.update(zip(map(id, written), outputs, strict=True))
+    return [known.get(id(x), self.constant) for x in program.outvars]
 
   def _equation(self, eqn: Any, given: list[Fact]) -> list[Fact]:
     """Returns the facts of an equation's outputs."""
