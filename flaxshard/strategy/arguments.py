@@ -75,10 +75,8 @@ def is_state(x: Any) -> bool:
 
 
 def is_node(x: Any) -> bool:
-  """Returns whether `x` is converted as a whole, by `to_local`."""
-  return is_state(x) or isinstance(
-    x, (values.PerReplica, values.Replicated, nnx.Pytree)
-  )
+  """Returns whether `x` is a TrainState, a `PerReplica` or a `Replicated`."""
+  return is_state(x) or isinstance(x, (values.PerReplica, values.Replicated))
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
@@ -113,6 +111,22 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
 
 
 # -- The arguments, before they are on the mesh.
+
+
+def refuse_modules(args: PyTree) -> None:
+  """Raises a TypeError if NNX modules or optimizers are among arguments."""
+  is_module = lambda x: isinstance(x, nnx.Pytree)
+  for path, x in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_module):
+    # As a tree it is copied, so that what changes in it would be lost.
+    if is_module(x):
+      raise TypeError(
+        f"run: argument {trees.path_string(path[1:])} is a "
+        f"{type(x).__name__} of NNX, whose changes would be lost: parameters, "
+        "batch statistics, random streams. Make a TrainState with "
+        "create_train_state(model, ...), or call the step under nnx.jit. To "
+        "compute with a model that does not change, pass nnx.state(model) as "
+        "the argument, and call nnx.merge in fn."
+      )
 
 
 def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
@@ -209,27 +223,13 @@ def _sharding_on(mesh: Mesh, x: Any, leaf: Leaf) -> NamedSharding:
 # -- Between the view of all replicas and that of one.
 
 
-def to_local(path: Any, node: Any) -> Any:
+def to_local(node: Any) -> Any:
   """Returns a node of the arguments as a replica sees it, without `PerReplica`.
 
   Args:
-    path: Its path in `(args, kwargs)`.
     node: A TrainState, a `PerReplica`, or an array. Of what each replica has
       for itself it has this replica's row.
-
-  Raises:
-    TypeError: It is a module or an optimizer of NNX.
   """
-  if isinstance(node, nnx.Pytree):
-    # As a tree it is copied, so that what changes in it would be lost.
-    raise TypeError(
-      f"run: argument {trees.path_string(path[1:])} is a "
-      f"{type(node).__name__} of NNX, whose changes would be lost: parameters, "
-      "batch statistics, random streams. Make a TrainState with "
-      "create_train_state(model, ...), or call the step under nnx.jit. To "
-      "compute with a model that does not change, pass nnx.state(model) as "
-      "the argument, and call nnx.merge in fn."
-    )
   if values.is_per_replica(node):
     return node.value
   if not is_state(node):
@@ -237,7 +237,7 @@ def to_local(path: Any, node: Any) -> Any:
   node = _swap_collections(node)
   # Not without one: Flax's own TrainState has no field for the paths.
   if own_paths := values.paths_of_per_replica(node):
-    node = jax.tree.map_with_path(to_local, node, is_leaf=values.is_per_replica)
+    node = jax.tree.map(to_local, node, is_leaf=values.is_per_replica)
     node = node.replace(own_paths=own_paths)
   return node
 
@@ -246,8 +246,8 @@ def to_global(node: Any) -> Any:
   """Undoes `to_local` on a node of what a function returned.
 
   Args:
-    node: A TrainState, a `Replicated`, or another part of the results, whose
-      arrays become `PerReplica`.
+    node: A TrainState, a `Replicated`, or an array, which becomes a
+      `PerReplica`.
 
   Raises:
     TypeError: The function returned a `PerReplica`.
@@ -257,10 +257,8 @@ def to_global(node: Any) -> Any:
       "run: fn returned a PerReplica. fn must return this replica's value; "
       "run returns a PerReplica with the values of all replicas."
     )
-  if isinstance(node, values.Replicated):
-    return node
-  if not is_state(node):
-    return jax.tree.map(values.PerReplica, node)
+  if not is_node(node):
+    return values.PerReplica(node)
   if own_paths := getattr(node, "own_paths", None):
     is_own = lambda path, _: trees.path_strings(path) in own_paths
     node = jax.tree.map_with_path(

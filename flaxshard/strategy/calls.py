@@ -107,6 +107,7 @@ class CompiledForms:
         f"donate_argnums={donate_argnums} must be positions of arguments, of "
         f"which there are {len(args)}."
       )
+    arguments.refuse_modules((args, kwargs))
     leaves, values = arguments.flatten((args, kwargs))
     moved = {}
     for i, (leaf, x) in enumerate(zip(leaves, values, strict=True)):

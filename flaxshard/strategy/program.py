@@ -94,7 +94,7 @@ def run(
       x[0] if leaf.kind == arguments.OWN else x
       for x, leaf in zip(arrays, leaves, strict=True)
     ]
-    args, kwargs = jax.tree.map_with_path(
+    args, kwargs = jax.tree.map(
       arguments.to_local, treedef.unflatten(rows), is_leaf=arguments.is_node
     )
     fn = get_function()

@@ -84,9 +84,9 @@ def changes_a_shape(state, batch):
     (run_split_agn, ValueError, "0/params/w1 is split over 'replica'"),
     (lambda: jax.jit(lambda x: echo(X))(1.0), TypeError, "argument 0"),
     (
-      lambda: echo({"a": nnx.BatchNorm(2, rngs=nnx.Rngs(0))}),
+      lambda: echo([{"a": fs.PerReplica(nnx.BatchNorm(2, rngs=nnx.Rngs(0)))}]),
       TypeError,
-      r"argument 0/a is a BatchNorm .*nnx\.jit",
+      r"argument 0/0/a/value is a BatchNorm .*nnx\.jit",
     ),
     (lambda: EIGHT.jit(jnp.sum, donate_argnums=-1)(1.0), ValueError, "num.*-1"),
     # What a function does and returns.
