@@ -104,11 +104,6 @@ def _sum_path(path: str) -> str:
   return f"{_OWN}/grad_accum{path.removeprefix('params')}"
 
 
-def key_data(x: Any) -> Any:
-  """Returns an array; of PRNG keys, as an optimizer may have, their data."""
-  return jax.random.key_data(x) if trees.is_prng_key(x) else x
-
-
 class Layout:
   """The center of a train state, divided into fragments.
 
@@ -145,9 +140,10 @@ class Layout:
     self.sums = leaves({"params": own.grad_accum})
     count = self.agn.transport.fragments
     owners = agn_store.divide({"params": own.grad_accum}, count)
-    self.fragments: list[Arrays] = [{} for _ in range(count)]
-    for path, x in self.sums.items():
-      self.fragments[owners[path]][path] = x
+    self.fragments: list[Arrays] = [
+      {path: x for path, x in self.sums.items() if owners[path] == fragment}
+      for fragment in range(count)
+    ]
     self.fragments[-1] |= {
       path: x
       for path, x in leaves(own.collections).items()
@@ -176,7 +172,7 @@ class Layout:
     parts = {"center": self.fragments[fragment], "slots": self.slots[fragment]}
     # Copies: the state may be donated.
     return {
-      kind: {p: np.array(key_data(found[p])) for p in paths}
+      kind: {p: np.array(trees.key_data(found[p])) for p in paths}
       for kind, paths in parts.items()
     }
 
@@ -323,7 +319,7 @@ def _place(value: Any, like: Any) -> jax.Array:
   """Returns a new array, with the dtype and the devices of another one."""
   # Of an array that may move, the new one may as well: steps compile once.
   sharding = like.sharding if like.committed else None
-  value = key_data(value)
+  value = trees.key_data(value)
   if trees.is_prng_key(like):
     impl = jax.random.key_impl(like)
     key = jax.random.wrap_key_data(jnp.asarray(value), impl=impl)

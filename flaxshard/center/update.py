@@ -140,7 +140,7 @@ def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
     all_grads["params"],
   )
   found = train_states.leaves({"params": params, layout.root: opt_state})
-  return {p: train_states.key_data(x) for p, x in found.items() if p in center}
+  return {p: trees.key_data(x) for p, x in found.items() if p in center}
 
 
 def _leaf(value: Any, like: Any) -> Any:

@@ -181,10 +181,8 @@ class Checkpointer:
       self._damaged.update(damaged)
       return found
     # No other program saves here now.
-    found = dict(self._others)
-    for step in self._manager.all_steps():
-      found[step] = epath.Path(self.directory) / str(step)
-    return found
+    path = epath.Path(self.directory)
+    return self._others | {n: path / str(n) for n in self._manager.all_steps()}
 
   def best_step(self) -> int | None:
     """Returns the step with the best `best_metric`, the latest of equal ones.

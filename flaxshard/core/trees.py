@@ -68,6 +68,11 @@ def is_prng_key(x: Any) -> bool:
   return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def key_data(x: Any) -> Any:
+  """Returns an array; of PRNG keys their integers."""
+  return jax.random.key_data(x) if is_prng_key(x) else x
+
+
 def dtype_of(leaf: Any) -> Any:
   """Returns the dtype of an array, or the dtype of a Python number in JAX."""
   # `jnp.result_type` of a float64 array of NumPy would be float32.
@@ -272,10 +277,8 @@ def drop_weak_type(x: Any) -> jax.Array:
 
 def _buffers_of(x: jax.Array) -> set[Any]:
   """Returns what identifies the memory of an array, on each of its devices."""
-  data: Any = x
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    # Under `jit` this is traced, even if the key is a constant.
-    data = jax.random.key_data(x)
+  # Under `jit` those of a key are traced, even if the key is a constant.
+  data = key_data(x)
   if isinstance(data, jax.core.Tracer):
     return {id(x)}
   # By address: `jax.device_put` may return a second Array for the same memory.
