@@ -255,11 +255,10 @@ def _trace(
     boxed = jax.eval_shape(initialize, *args)
     apply_fn, policy = static
 
-  variables = jax.eval_shape(rules_lib.unbox, boxed)
   # A constraint of a mesh in the context counts where there is no strategy.
-  unbox, arg_specs = nn.meta.unbox, None
+  unbox = nn.meta.unbox if mesh is None else rules_lib.unbox
+  variables, arg_specs = jax.eval_shape(unbox, boxed), None
   if mesh is not None:
-    unbox = rules_lib.unbox
     resolve = functools.partial(rules_lib.resolve, strict=strict)
     specs = {
       # The rules are about the parameters alone.
