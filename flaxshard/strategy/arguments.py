@@ -9,6 +9,7 @@ its own wrapper states and collections.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -79,10 +80,8 @@ def is_node(x: Any) -> bool:
   return is_state(x) or isinstance(x, (values.PerReplica, values.Replicated))
 
 
-def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
-  """Returns what the leaves of arguments or results are, and the leaves."""
-  leaves: list[Leaf] = []
-  found: list[Any] = []
+def flatten(tree: PyTree) -> Iterator[tuple[Leaf, Any]]:
+  """Yields what each leaf of arguments or results is, and the leaf."""
   # What kind of leaf it is depends on the node around it.
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
     wrappers = getattr(node, "wrappers", ()) if is_state(node) else None
@@ -105,9 +104,7 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], list[Any]]:
           getattr(value, "sharding", None), NamedSharding
         )
         whole_path = (*path, *inner, *rest)
-        leaves.append(Leaf(whole_path, kind, wrappers, is_placed))
-        found.append(value)
-  return leaves, found
+        yield Leaf(whole_path, kind, wrappers, is_placed), value
 
 
 # -- The arguments, before they are on the mesh.

@@ -108,12 +108,11 @@ class CompiledForms:
         f"which there are {len(args)}."
       )
     arguments.refuse_modules((args, kwargs))
-    leaves, values = arguments.flatten((args, kwargs))
-    moved = {}
-    for i, (leaf, x) in enumerate(zip(leaves, values, strict=True)):
-      values[i] = arguments.place(mesh, x, leaf)
-      leaves[i] = leaf._replace(sharding=values[i].sharding)
-      if values[i] is not x:
+    leaves, placed, moved = [], [], {}
+    for i, (leaf, x) in enumerate(arguments.flatten((args, kwargs))):
+      placed.append(arguments.place(mesh, x, leaf))
+      leaves.append(leaf._replace(sharding=placed[i].sharding))
+      if placed[i] is not x:
         moved[i] = leaves[i]
     treedef = jax.tree.structure((args, kwargs))
     key = treedef, tuple([leaf.sharding for leaf in leaves])
@@ -128,7 +127,7 @@ class CompiledForms:
         if leaf.path[0].idx == 0 and leaf.path[1].idx in donate_argnums
       ]
       self._compiled[key] = jax.jit(run, donate_argnums=donated)
-    return self._compiled[key], values, moved
+    return self._compiled[key], placed, moved
 
 
 # The compiled forms, by options, of each function, and of each method of an

@@ -105,15 +105,15 @@ def run(
       out = _call(fn, args, kwargs)
     trees.check_arrays("run: what fn returned", out)
     out = jax.tree.map(arguments.to_global, out, is_leaf=arguments.is_node)
-    kinds, values = arguments.flatten(out)
-    returned[:] = jax.tree.structure(out), kinds
     # What each replica has for itself has another spec.
-    shared, own = dict[int, Any](), dict[int, Any]()
-    for i, (leaf, x) in enumerate(zip(kinds, values, strict=True)):
+    kinds, shared, own = [], dict[int, Any](), dict[int, Any]()
+    for i, (leaf, x) in enumerate(arguments.flatten(out)):
+      kinds.append(leaf)
       if leaf.kind == arguments.OWN:
         own[i] = jnp.asarray(x)[None]  # an axis of one replica
       else:
         shared[i] = x
+    returned[:] = jax.tree.structure(out), kinds
     return shared, own
 
   parts = []
@@ -175,19 +175,20 @@ def _place(mesh: jax.sharding.Mesh, arrived: list[Any], node: Any) -> Any:
   # A state leaves with the shardings that it arrived with. Others would make
   # the next step compile again, and what was split would be whole.
   arrived.sort(key=lambda x: jax.tree.structure(x) != treedef)
-  known = {}
-  if arrived:
-    arrived.append(arrived.pop(0))
-    known = {
-      (leaf.path, x.shape): x.sharding
-      for leaf, x in zip(*arguments.flatten(arrived[-1]), strict=True)
-    }
-  kinds, leaves = arguments.flatten(node)
-  shardings = [
-    known.get((leaf.path, x.shape)) or NamedSharding(mesh, leaf.spec)
-    for leaf, x in zip(kinds, leaves, strict=True)
-  ]
-  return treedef.unflatten(map(mesh_lib.constrain, leaves, shardings))
+  arrived[:] = arrived[1:] + arrived[:1]
+  known = {
+    (leaf.path, x.shape): x.sharding
+    for state in arrived[-1:]
+    for leaf, x in arguments.flatten(state)
+  }
+  return treedef.unflatten(
+    [
+      mesh_lib.constrain(
+        x, known.get((leaf.path, x.shape)) or NamedSharding(mesh, leaf.spec)
+      )
+      for leaf, x in arguments.flatten(node)
+    ]
+  )
 
 
 def _call(fn: Function, args: Any, kwargs: Any) -> PyTree:
