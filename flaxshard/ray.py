@@ -109,8 +109,9 @@ def fit(
       `worker_failures` the exceptions by the index of the worker.
 
   Example:
+    >>> import flaxshard as fs
     >>> from ray.train import ScalingConfig  # doctest: +SKIP
-    >>> result = fit(  # doctest: +SKIP
+    >>> result = fs.ray.fit(  # doctest: +SKIP
     ...   config, "/shared/digits", scaling_config=ScalingConfig(num_workers=2)
     ... )
   """

@@ -76,13 +76,13 @@ def assert_traffic(
       the program.
 
   Example:
-    >>> import numpy as np
+    >>> import flaxshard as fs, jax, numpy as np
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> x = jax.ShapeDtypeStruct(
     ...     (8,), np.float32, sharding=jax.NamedSharding(mesh, P("data")))
     >>> compiled = jax.jit(lambda x: 2 * x).lower(x).compile()
-    >>> assert_traffic(compiled, mesh, {})
+    >>> fs.testing.assert_traffic(compiled, mesh, {})
   """
   entries = _entries(expected, mesh)
   if isinstance(compiled, jax.stages.Lowered):

@@ -5,15 +5,10 @@ import importlib
 import inspect
 import pkgutil
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
 import flaxshard
 
-# What a reader of an example has imported.
-_NAMES = {"fs": flaxshard, "jax": jax, "jnp": jnp, "optax": optax}
 # Examples that train or compile for more than a second.
 _SLOW = {
   "flaxshard.data",
@@ -29,6 +24,15 @@ def _count(module):
   return sum(x.startswith(">>> ") and "+SKIP" not in x for x in lines)
 
 
+def _public():
+  """Returns where what users import is defined."""
+  found = [getattr(flaxshard, name) for name in flaxshard.__all__]
+  for module in filter(inspect.ismodule, tuple(found)):
+    found += [getattr(module, name) for name in dir(module)]
+  code = (x for x in found if inspect.isclass(x) or inspect.isfunction(x))
+  return tuple(f"{x.__module__}.{x.__name__}." for x in code)
+
+
 def _cases():
   """Yields the modules that have examples."""
   for info in pkgutil.walk_packages(flaxshard.__path__, "flaxshard."):
@@ -41,7 +45,12 @@ def _cases():
 
 @pytest.mark.parametrize("module", list(_cases()))
 def test_examples(module):
-  results = doctest.testmod(module, extraglobs=_NAMES)
+  runner = doctest.DocTestRunner()
+  for test in doctest.DocTestFinder().find(module):
+    if f"{test.name}.".startswith(_public()):  # as in a fresh file
+      test.globs = {"__name__": "__main__"}
+    runner.run(test)
+  results = runner.summarize()
   assert results.failed == 0
   # doctest overlooks some docstrings, so the number of examples is compared.
   # From Python 3.13 on, `attempted` includes the skipped examples.

@@ -80,7 +80,7 @@ class Checkpointer:
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(0.1),
     ...     wrappers=[fs.LossScale("dynamic")])
-    >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
+    >>> with fs.Checkpointer(tempfile.mkdtemp()) as checkpointer:
     ...   checkpointer.save(1, state)
     ...   state = checkpointer.restore(state)
     ...   checkpointer.latest_step()

@@ -61,6 +61,7 @@ def save_args(
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax, tempfile
+    >>> import orbax.checkpoint as ocp
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(0.1),
     ...     wrappers=[fs.LossScale("dynamic")])
@@ -109,7 +110,8 @@ def item_handlers(
     ValueError: `plain_item` has another value.
 
   Example:
-    >>> sorted(item_handlers())
+    >>> import flaxshard as fs
+    >>> sorted(fs.checkpoint.item_handlers())
     ['default', 'wrappers']
   """
   check_plain_item(plain_item)

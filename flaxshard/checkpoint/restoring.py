@@ -290,7 +290,7 @@ class _Plan:
       leaf, shape = found.get(path), shapes[path]
       if leaf is None or leaf.dtype != x.dtype:
         continue
-      if leaf.shape == shape or (not shape and len(leaf.shape) == 1):
+      if leaf.shape == shape == x.shape or (not shape and len(leaf.shape) < 2):
         # The mesh may not divide another number of replicas.
         like = x if leaf.shape == x.shape else self._template.step
         useful[path] = leaf, like.update(shape=leaf.shape, dtype=x.dtype)

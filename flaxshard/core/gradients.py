@@ -324,7 +324,9 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
     jax.errors.TracerBoolConversionError: A leaf is traced by `jax.jit`.
 
   Example:
-    >>> nonfinite_leaves({"a": jnp.ones(2), "b": {"c": jnp.array([jnp.nan])}})
+    >>> import flaxshard as fs, jax.numpy as jnp
+    >>> grads = {"a": jnp.ones(2), "b": {"c": jnp.array([jnp.nan])}}
+    >>> fs.nonfinite_leaves(grads)
     ['b/c']
   """
   flat = jax.tree_util.tree_leaves_with_path(

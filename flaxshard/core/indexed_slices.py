@@ -42,7 +42,8 @@ class IndexedSlices:
       array alone, and padding. Only each block is then without equal numbers.
 
   Example:
-    >>> slices = IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
+    >>> import flaxshard as fs, jax.numpy as jnp
+    >>> slices = fs.IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
     >>> slices.to_dense().ravel().tolist()
     [1.0, 0.0, 2.0, 0.0]
 
@@ -178,7 +179,8 @@ class IndexedSlices:
       the whole array has.
 
     Example:
-      >>> slices = IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
+      >>> import flaxshard as fs, jax.numpy as jnp
+      >>> slices = fs.IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
       >>> slices.deduplicated().indices.tolist()
       [0, 2, 4]
     """
@@ -215,7 +217,8 @@ class IndexedSlices:
         returns them if it is 1, or does not divide the rows of the array.
 
     Example:
-      >>> slices = IndexedSlices([3, 0], jnp.ones((2, 1)), (4, 1)).split(2)
+      >>> import flaxshard as fs, jax.numpy as jnp
+      >>> slices = fs.IndexedSlices([3, 0], jnp.ones((2, 1)), (4, 1)).split(2)
       >>> slices.indices.tolist()
       [0, 4, 4, 3]
     """
@@ -350,10 +353,11 @@ def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:
   """Returns whether a value is an `IndexedSlices`; for `is_leaf`.
 
   Example:
-    >>> slices = IndexedSlices([0], jnp.ones((1, 2)), (3, 2))
+    >>> import flaxshard as fs, jax, jax.numpy as jnp
+    >>> slices = fs.IndexedSlices([0], jnp.ones((1, 2)), (3, 2))
     >>> grads = {"table": slices, "bias": jnp.ones(2)}
     >>> halves = jax.tree.map(
-    ...     lambda g: g * 0.5, grads, is_leaf=is_indexed_slices)
+    ...     lambda g: g * 0.5, grads, is_leaf=fs.is_indexed_slices)
     >>> halves["table"].values.tolist()
     [[0.5, 0.5]]
   """
@@ -392,8 +396,10 @@ def global_norm(tree: PyTree) -> jax.Array:
     tree: A tree of arrays and `IndexedSlices`, such as gradients.
 
   Example:
-    >>> slices = IndexedSlices([1, 1], jnp.ones((2, 1)), (3, 1))
-    >>> float(global_norm({"table": slices}))
+    >>> import flaxshard as fs, jax.numpy as jnp
+    >>> from flaxshard import sparse
+    >>> slices = fs.IndexedSlices([1, 1], jnp.ones((2, 1)), (3, 1))
+    >>> float(sparse.global_norm({"table": slices}))
     2.0
   """
   rows = lambda x: x.deduplicated().values if is_indexed_slices(x) else x

@@ -51,7 +51,7 @@ def freeze(
       `init`: a pattern matches no parameter.
 
   Example:
-    >>> import flaxshard as fs, jax.numpy as jnp
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> params = {"encoder": {"w": jnp.ones(())}, "head": {"w": jnp.ones(())}}
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params=params,
@@ -135,9 +135,9 @@ def scale_learning_rates(
       parameters.
 
   Example:
-    >>> import jax.numpy as jnp
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> params = {"body": jnp.ones(()), "head": jnp.ones(())}
-    >>> tx = scale_learning_rates(optax.sgd(0.25), [("head", 2.0)])
+    >>> tx = fs.scale_learning_rates(optax.sgd(0.25), [("head", 2.0)])
     >>> updates, _ = tx.update(params, tx.init(params), params)
     >>> {name: float(update) for name, update in updates.items()}
     {'body': -0.25, 'head': -0.5}

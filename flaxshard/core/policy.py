@@ -28,7 +28,8 @@ class Policy:
     ValueError: The name is unknown.
 
   Example:
-    >>> policy = Policy("mixed_float16")
+    >>> import flaxshard as fs
+    >>> policy = fs.Policy("mixed_float16")
     >>> policy.compute_dtype.name, policy.param_dtype.name
     ('float16', 'float32')
   """

@@ -117,7 +117,8 @@ def ftrl(
     TypeError, ValueError: An argument is no number, or out of its range.
 
   Example:
-    >>> tx = ftrl(0.1, l1_regularization_strength=1.0)
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
+    >>> tx = fs.optimizers.ftrl(0.1, l1_regularization_strength=1.0)
     >>> params = {"w": jnp.zeros(2)}
     >>> grads = {"w": jnp.array([0.5, 2.0])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
@@ -187,7 +188,8 @@ def adagrad_da(
     TypeError, ValueError: An argument is no number, or out of its range.
 
   Example:
-    >>> tx = adagrad_da(0.1, l1_regularization_strength=1.0)
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
+    >>> tx = fs.optimizers.adagrad_da(0.1, l1_regularization_strength=1.0)
     >>> params = {"w": jnp.array([1.0, 1.0])}
     >>> grads = {"w": jnp.array([0.5, 2.0])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
@@ -237,7 +239,9 @@ def proximal_gradient_descent(
     TypeError, ValueError: An argument is no number, or out of its range.
 
   Example:
-    >>> tx = proximal_gradient_descent(0.5, l1_regularization_strength=1.0)
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
+    >>> tx = fs.optimizers.proximal_gradient_descent(
+    ...     0.5, l1_regularization_strength=1.0)
     >>> params = {"w": jnp.array([0.1, 2.0])}
     >>> grads = {"w": jnp.array([0.5, 2.0])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)
@@ -281,7 +285,9 @@ def proximal_adagrad(
     TypeError, ValueError: An argument is no number, or out of its range.
 
   Example:
-    >>> tx = proximal_adagrad(0.5, 0.75, l1_regularization_strength=1.0)
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
+    >>> tx = fs.optimizers.proximal_adagrad(
+    ...     0.5, 0.75, l1_regularization_strength=1.0)
     >>> params = {"w": jnp.array([0.1, 2.0])}
     >>> grads = {"w": jnp.array([0.5, 0.5])}
     >>> updates, _ = tx.update(grads, tx.init(params), params)

@@ -71,7 +71,8 @@ def load(config: Mapping[str, Any]) -> Splits:
     TypeError: The factory does not return `Splits`.
 
   Example:
-    >>> splits = load({"name": "digits"})
+    >>> import flaxshard as fs
+    >>> splits = fs.data.load({"name": "digits"})
     >>> len(splits.train), len(splits.eval), splits.num_classes
     (1437, 360, 10)
   """
@@ -122,16 +123,17 @@ def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
     A decorator of the factory.
 
   Example:
-    >>> import jax, numpy as np
+    >>> import flaxshard as fs, jax, numpy as np
     >>> def flower_shapes(image_size, **_):
     ...   shape = (image_size, image_size, 3)
     ...   example = {
     ...     "inputs": jax.ShapeDtypeStruct(shape, np.float32),
     ...     "labels": jax.ShapeDtypeStruct((), np.int32),
     ...   }
-    ...   return Shapes(example, num_classes=5)
-    >>> @shapes_from(flower_shapes)
-    ... def flowers(image_size: int = 64, path: str = "") -> Splits: ...
+    ...   return fs.data.Shapes(example, num_classes=5)
+    >>> @fs.data.shapes_from(flower_shapes)
+    ... def flowers(image_size: int = 64, path: str = ""):
+    ...   ...  # reads the images, and returns fs.data.Splits
   """
 
   def set_shapes(factory: _F) -> _F:
@@ -163,7 +165,8 @@ def digits() -> Splits:
     ImportError: scikit-learn is not installed.
 
   Example:
-    >>> digits().train[0]["inputs"].shape
+    >>> import flaxshard as fs
+    >>> fs.data.digits().train[0]["inputs"].shape
     (8, 8, 1)
   """
   with checks.extra("config.data 'digits'", "train"):
@@ -209,7 +212,8 @@ def text(
       `length` or `eval_every` is out of range.
 
   Example:
-    >>> splits = text(length=16)
+    >>> import flaxshard as fs
+    >>> splits = fs.data.text(length=16)
     >>> splits.train[0]["inputs"].shape, splits.num_classes
     ((16,), 256)
   """

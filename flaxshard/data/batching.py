@@ -55,8 +55,9 @@ def train_iterator(
       of examples, or `rows` do not ascend.
 
   Example:
-    >>> from flaxshard import data
-    >>> iterator = train_iterator(data.digits(), batch_size=32, seed=0)
+    >>> import flaxshard as fs
+    >>> splits = fs.data.digits()
+    >>> iterator = fs.data.train_iterator(splits, batch_size=32, seed=0)
     >>> next(iterator)["inputs"].shape
     (32, 8, 8, 1)
   """
@@ -104,8 +105,8 @@ def eval_batches(
     ValueError: A number is out of range, or `rows` do not ascend.
 
   Example:
-    >>> from flaxshard import data
-    >>> batches = list(eval_batches(data.digits(), batch_size=200))
+    >>> import flaxshard as fs
+    >>> batches = list(fs.data.eval_batches(fs.data.digits(), batch_size=200))
     >>> [int(batch["mask"].sum()) for batch in batches]
     [200, 160]
   """

@@ -84,10 +84,11 @@ class Arrays:
     ValueError: There is no array, or the numbers of examples differ.
 
   Example:
-    >>> source = Arrays(np.ones((4, 2)), np.arange(4))
+    >>> import flaxshard as fs, numpy as np
+    >>> source = fs.data.Arrays(np.ones((4, 2)), np.arange(4))
     >>> len(source), int(source[3]["labels"])
     (4, 3)
-    >>> Arrays(image=np.ones((4, 8, 8))).image.shape
+    >>> fs.data.Arrays(image=np.ones((4, 8, 8))).image.shape
     (4, 8, 8)
   """
 
@@ -136,7 +137,8 @@ class Windows:
       int32.
 
   Example:
-    >>> window = Windows(np.arange(9), length=4)[1]
+    >>> import flaxshard as fs, numpy as np
+    >>> window = fs.data.Windows(np.arange(9), length=4)[1]
     >>> window["inputs"].tolist(), window["labels"].tolist()
     ([4, 5, 6, 7], [5, 6, 7, 8])
   """

@@ -59,8 +59,9 @@ def create(
       lists the known ones.
 
   Example:
-    >>> create({"name": "cnn", "dense": 64}, num_classes=10, policy=Policy())
-    ...     # doctest: +ELLIPSIS
+    >>> import flaxshard as fs
+    >>> fs.models.create(  # doctest: +ELLIPSIS
+    ...     {"name": "cnn", "dense": 64}, num_classes=10, policy=fs.Policy())
     CNN(...dense = 64...)
   """
   found = registry.find("config.model", config, MODELS)

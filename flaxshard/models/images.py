@@ -34,7 +34,8 @@ class CNN(nn.Module):
       training only and uses the random stream `"dropout"`.
 
   Example:
-    >>> model = CNN(num_classes=10)
+    >>> import flaxshard as fs, jax, jax.numpy as jnp
+    >>> model = fs.models.CNN(num_classes=10)
     >>> x = jnp.zeros((2, 8, 8, 1))
     >>> model.apply(model.init(jax.random.key(0), x), x).shape
     (2, 10)
@@ -136,7 +137,8 @@ class ResNet(nn.Module):
     width: Number of channels after the stem.
 
   Example:
-    >>> model = ResNet(num_classes=10, stage_sizes=(1, 1), width=8)
+    >>> import flaxshard as fs, jax, jax.numpy as jnp
+    >>> model = fs.models.ResNet(num_classes=10, stage_sizes=(1, 1), width=8)
     >>> x = jnp.zeros((2, 32, 32, 3))
     >>> variables = jax.jit(model.init)(jax.random.key(0), x)
     >>> apply = jax.jit(lambda variables, x: model.apply(

@@ -77,7 +77,8 @@ class Transformer(nn.Module):
       parameters are the same.
 
   Example:
-    >>> model = Transformer(num_classes=256, num_layers=1)
+    >>> import flaxshard as fs, jax, jax.numpy as jnp
+    >>> model = fs.models.Transformer(num_classes=256, num_layers=1)
     >>> tokens = jnp.zeros((2, 16), jnp.int32)
     >>> model.apply(model.init(jax.random.key(0), tokens), tokens).shape
     (2, 16, 256)

@@ -65,7 +65,8 @@ class Optimizer(nnx.Optimizer[M]):
       loss has changed in the module, as it was, of `WrapperState` variables.
 
   Example:
-    >>> import flaxshard as fs
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
+    >>> from flax import nnx
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> optimizer = fs.nnx.Optimizer(
     ...     model, optax.sgd(0.1), wrt=nnx.Param,
@@ -308,6 +309,7 @@ class Optimizer(nnx.Optimizer[M]):
 
     Example:
       >>> import flaxshard as fs, optax
+      >>> from flax import nnx
       >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
       >>> optimizer = fs.nnx.Optimizer(
       ...     model, optax.sgd(0.1), wrt=nnx.Param, wrappers=[fs.EMA(0.9)])
@@ -340,7 +342,8 @@ class Optimizer(nnx.Optimizer[M]):
       model: The module.
 
     Example:
-      >>> import flaxshard as fs, tempfile
+      >>> import flaxshard as fs, optax, tempfile
+      >>> from flax import nnx
       >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
       >>> optimizer = fs.nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
       >>> with fs.Checkpointer(tempfile.mkdtemp()) as checkpointer:

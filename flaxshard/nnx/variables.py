@@ -66,6 +66,7 @@ def update(
 
   Example:
     >>> import flaxshard as fs, optax
+    >>> from flax import nnx
     >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     >>> state = fs.create_train_state(model, None, None, optax.sgd(0.1))
     >>> other = nnx.Linear(2, 1, rngs=nnx.Rngs(1))

@@ -36,8 +36,10 @@ class DeviceAssignment:
     TypeError: A coordinate is not an integer.
 
   Example:
-    >>> topology = Topology((2, 2, 1, 2))
-    >>> assignment = DeviceAssignment(topology, [[[0] * 4], [[1, 0, 0, 1]]])
+    >>> import flaxshard as fs
+    >>> topology = fs.Topology((2, 2, 1, 2))
+    >>> assignment = fs.DeviceAssignment(
+    ...     topology, [[[0] * 4], [[1, 0, 0, 1]]])
     >>> assignment
     DeviceAssignment(num_replicas=2, num_cores_per_replica=1, topology=\
 Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
@@ -105,8 +107,9 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
       TypeError: An argument has the wrong type.
 
     Example:
-      >>> assignment = DeviceAssignment.build(
-      ...   Topology((4, 4, 1, 1)), [2, 2, 1, 1], num_replicas=4
+      >>> import flaxshard as fs
+      >>> assignment = fs.DeviceAssignment.build(
+      ...   fs.Topology((4, 4, 1, 1)), [2, 2, 1, 1], num_replicas=4
       ... )
       >>> assignment.core_assignment[:, 0].tolist()  # replicas along a ring
       [[0, 0, 0, 0], [2, 0, 0, 0], [2, 2, 0, 0], [0, 2, 0, 0]]

@@ -49,7 +49,8 @@ class Topology:
     TypeError: An array has the wrong shape, or a value is not an integer.
 
   Example:
-    >>> topology = Topology((2, 2, 1, 2))
+    >>> import flaxshard as fs
+    >>> topology = fs.Topology((2, 2, 1, 2))
     >>> topology
     Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8)
     >>> topology.tpu_device_name_at_coordinates((1, 0, 0, 1))
@@ -123,7 +124,8 @@ class Topology:
       TypeError: An element is not a device.
 
     Example:
-      >>> Topology.from_devices(jax.devices()[:1]).mesh_shape
+      >>> import flaxshard as fs, jax
+      >>> fs.Topology.from_devices(jax.devices()[:1]).mesh_shape
       (1, 1, 1, 1)
     """
     # Sorting is stable: each process keeps the order of its devices.

@@ -84,7 +84,7 @@ def check(
       `raise_on_finding=True`.
 
   Example:
-    >>> import flax.linen as nn, flaxshard as fs, jax.numpy as jnp, optax
+    >>> import flaxshard as fs, flax.linen as nn, jax, jax.numpy as jnp, optax
     >>> strategy = fs.Strategy(devices=jax.devices()[:1])
     >>> state = fs.create_train_state(
     ...     nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.sgd(0.1),
@@ -93,7 +93,7 @@ def check(
     ...   loss = lambda p: state.apply_fn({"params": p}, x).sum()
     ...   return state.apply_gradients(grads=jax.grad(loss)(state.params))
     >>> batch = jax.ShapeDtypeStruct((8, 3), "float32")
-    >>> print(check(jax.jit(step), state, batch, min_bytes=1)[0].kind)
+    >>> print(fs.check(jax.jit(step), state, batch, min_bytes=1)[0].kind)
     donation
   """
   if isinstance(ignore, str) or not all(isinstance(x, str) for x in ignore):

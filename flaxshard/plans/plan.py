@@ -236,7 +236,7 @@ def plan(
     ValueError: `donate_argnums` is given for a step that is jitted already.
 
   Example:
-    >>> import flax.linen as nn, jax.numpy as jnp, optax
+    >>> import flaxshard as fs, flax.linen as nn, jax, jax.numpy as jnp, optax
     >>> import flaxshard as fs
     >>> strategy = fs.Strategy(devices=jax.devices()[:1])
     >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -246,7 +246,7 @@ def plan(
     >>> def step(state, x):
     ...   return state.minimize(
     ...     lambda params: state.apply_fn({"params": params}, x).sum())
-    >>> memory = plan(step, state, x).memory
+    >>> memory = fs.plan(step, state, x).memory
     >>> memory.state["params"], memory.state["opt_state"], memory.batch
     (40, 84, 128)
   """

@@ -155,9 +155,10 @@ def collectives(
     ValueError: `mesh` has another number of devices than the program.
 
   Example:
+    >>> import flaxshard as fs, jax
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-    >>> collectives(compiled, mesh)
+    >>> fs.plans.collectives(compiled, mesh)
     ()
   """
   program = hlo.parse(compiled)

@@ -60,7 +60,8 @@ def initialize(
       coordinator's port.
 
   Example:
-    >>> initialize(num_processes=1).num_processes
+    >>> import flaxshard as fs
+    >>> fs.initialize(num_processes=1).num_processes
     1
 
   References:

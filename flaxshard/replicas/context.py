@@ -152,7 +152,7 @@ class ReplicaContext:
       of all.
 
     Example:
-      >>> import flaxshard as fs
+      >>> import flaxshard as fs, jax
       >>> strategy = fs.Strategy()
       >>> def sample(key):
       ...   key = fs.get_replica_context().fold_in(key)
@@ -190,7 +190,7 @@ class ReplicaContext:
       The same values; no code is compiled for the mark.
 
     Example:
-      >>> import flaxshard as fs, numpy as np, optax
+      >>> import flaxshard as fs, jax, numpy as np, optax
       >>> strategy = fs.Strategy()
       >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": np.ones(())}, tx=optax.sgd(0.1))
@@ -221,10 +221,11 @@ def get_replica_context() -> ReplicaContext | None:
   too; `jax.jit` has none.
 
   Example:
-    >>> get_replica_context() is None
+    >>> import flaxshard as fs
+    >>> fs.get_replica_context() is None
     True
     >>> def count_replicas():
-    ...   context = get_replica_context()
+    ...   context = fs.get_replica_context()
     ...   return 1 if context is None else context.num_replicas_in_sync
     >>> count_replicas()
     1

@@ -37,7 +37,8 @@ class PerReplica:
     value: An array `[replicas, ...]`, or a tree of such arrays.
 
   Example:
-    >>> losses = PerReplica(jnp.array([1.0, 3.0]))
+    >>> import flaxshard as fs, jax.numpy as jnp
+    >>> losses = fs.PerReplica(jnp.array([1.0, 3.0]))
     >>> float(losses[1]), float(losses.mean())
     (3.0, 2.0)
 

@@ -113,7 +113,7 @@ def sparse_rows(
       or one that is not a table, a floating-point array with two dimensions.
 
   Example:
-    >>> import flaxshard as fs
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> params = {"table": jnp.ones((4, 1)), "bias": jnp.ones(1)}
     >>> tx = fs.sparse_rows(optax.sgd(0.5), ["table"])
     >>> slices = fs.IndexedSlices([2, 2], jnp.ones((2, 1)), (4, 1))

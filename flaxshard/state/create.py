@@ -105,7 +105,7 @@ def create_train_state(
       without a strategy, or a pattern of `sparse` matches no table.
 
   Example:
-    >>> import flaxshard as fs, flax.linen as nn, jax.numpy as jnp
+    >>> import flaxshard as fs, flax.linen as nn, jax, jax.numpy as jnp, optax
     >>> args = nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.adam(0.1)
     >>> state = fs.create_train_state(*args, wrappers=[fs.LossScale("dynamic")])
     >>> sorted(state.params), sorted(state.wrapper_states)

@@ -77,7 +77,7 @@ class LoRA:
       are no patterns, or one is no regular expression.
 
   Example:
-    >>> import flaxshard as fs, flax.linen as nn, jax.numpy as jnp, optax
+    >>> import flaxshard as fs, flax.linen as nn, jax, jax.numpy as jnp, optax
     >>> state = fs.create_train_state(
     ...   nn.Dense(16), jax.random.key(0), jnp.ones((1, 32)), optax.adam(0.1),
     ...   lora=fs.LoRA(rank=2, patterns=("kernel",), train=("bias",)))

@@ -35,7 +35,7 @@ def of_first_replica(state: PyTree) -> PyTree:
     for a second state.
 
   Example:
-    >>> import flaxshard as fs, optax
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
     >>> of_first_replica(state) is state

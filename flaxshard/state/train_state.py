@@ -64,7 +64,7 @@ class TrainState(flax_train_state.TrainState):
       what is a `PerReplica` outside of `run`. Static.
 
   Example:
-    >>> import flaxshard as fs
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1),
     ...     wrappers=[fs.LossScale(1024.0)])
@@ -149,7 +149,8 @@ class TrainState(flax_train_state.TrainState):
         pattern of `sparse` matches no table.
 
     Example:
-      >>> state = TrainState.create(
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
+      >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1),
       ...     batch_stats={"mean": jnp.zeros(2)})
       >>> int(state.step), state.batch_stats["mean"].tolist()
@@ -221,7 +222,8 @@ class TrainState(flax_train_state.TrainState):
         loss, or `gate_gradients` is unknown.
 
     Example:
-      >>> state = TrainState.create(
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
+      >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1))
       >>> loss, grads = state.value_and_grad(lambda p, x: p["w"] * x, 3.0)
       >>> float(loss), float(grads["w"])
@@ -256,7 +258,7 @@ class TrainState(flax_train_state.TrainState):
       ValueError: The call is in the loss of `value_and_grad`, which scales it.
 
     Example:
-      >>> import flaxshard as fs
+      >>> import flaxshard as fs, jax, jax.numpy as jnp, optax
       >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1),
       ...     wrappers=[fs.LossScale(8.0)])
@@ -304,7 +306,8 @@ class TrainState(flax_train_state.TrainState):
       integer. With `has_aux`, `(pairs, aux)`.
 
     Example:
-      >>> state = TrainState.create(
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
+      >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"a": jnp.ones(()), "b": jnp.ones(())},
       ...     tx=optax.sgd(0.5))
       >>> pairs = state.compute_gradients(lambda p: 2 * p["a"] + 3 * p["b"])
@@ -374,7 +377,8 @@ class TrainState(flax_train_state.TrainState):
         of the optimizer, or the optimizer needs another extra argument.
 
     Example:
-      >>> state = TrainState.create(
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
+      >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.25))
       >>> state = state.apply_gradients(grads={"w": jnp.float32(2)})
       >>> float(state.params["w"]), int(state.step)
@@ -472,7 +476,8 @@ class TrainState(flax_train_state.TrainState):
         `var_list` is given, and the optimizer uses `value_fn`.
 
     Example:
-      >>> state = TrainState.create(
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
+      >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(()), "b": jnp.ones(())},
       ...     tx=optax.sgd(0.25))
       >>> state, loss = state.minimize(
@@ -530,7 +535,8 @@ class TrainState(flax_train_state.TrainState):
       The names, sorted. Not every parameter has every slot.
 
     Example:
-      >>> state = TrainState.create(
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
+      >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.adam(0.1))
       >>> state.get_slot_names()
       ['m', 'v']
@@ -556,7 +562,8 @@ class TrainState(flax_train_state.TrainState):
         None; the parameter does not exist; or several slots have the name.
 
     Example:
-      >>> state = TrainState.create(
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
+      >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(2)},
       ...     tx=optax.sgd(0.1, momentum=0.9))
       >>> state, _ = state.minimize(lambda p: 3 * p["w"].sum())
@@ -575,7 +582,8 @@ class TrainState(flax_train_state.TrainState):
       that in the state.
 
     Example:
-      >>> state = TrainState.create(
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
+      >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.adam(0.1))
       >>> list(state.variables())
       ['opt_state/0/count', 'opt_state/0/mu/w', 'opt_state/0/nu/w']
@@ -595,7 +603,7 @@ class TrainState(flax_train_state.TrainState):
     They are the average of `EMA` if the state has that wrapper, else `params`.
 
     Example:
-      >>> import flaxshard as fs
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
       >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(1.0),
       ...     wrappers=[fs.EMA(0.5, debias=False)])
@@ -615,7 +623,7 @@ class TrainState(flax_train_state.TrainState):
       with `LossScale`, `commits` (int32) with `AGN`; `{}` without wrappers.
 
     Example:
-      >>> import flaxshard as fs
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
       >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1),
       ...     wrappers=[fs.LossScale("dynamic")])
@@ -634,7 +642,7 @@ class TrainState(flax_train_state.TrainState):
       last commit, is not part of it: a UserWarning says so.
 
     Example:
-      >>> import flaxshard as fs
+      >>> import flaxshard as fs, jax.numpy as jnp, optax
       >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1),
       ...     wrappers=[fs.LossScale("dynamic")])

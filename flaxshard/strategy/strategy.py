@@ -52,7 +52,8 @@ class Strategy:
     ValueError, TypeError: The arguments do not fit each other or the devices.
 
   Example:
-    >>> strategy = Strategy(mesh_shape={"replica": -1, "model": 1})
+    >>> import flaxshard as fs, jax
+    >>> strategy = fs.Strategy(mesh_shape={"replica": -1, "model": 1})
     >>> strategy.num_replicas_in_sync == jax.device_count()
     True
     >>> losses = strategy.run(lambda x: x * 2, args=(1.5,))
@@ -168,7 +169,8 @@ class Strategy:
         `ReplicaContext.assume_replicated` marks what it cannot see.
 
     Example:
-      >>> strategy = Strategy()
+      >>> import flaxshard as fs
+      >>> strategy = fs.Strategy()
       >>> out = strategy.run(lambda x: {"twice": 2 * x}, args=(3.0,))
       >>> len(out["twice"]) == strategy.num_replicas_in_sync
       True
@@ -308,7 +310,8 @@ class Strategy:
         or there is no such axis.
 
     Example:
-      >>> strategy = Strategy(devices=jax.devices()[:1])
+      >>> import flaxshard as fs, jax
+      >>> strategy = fs.Strategy(devices=jax.devices()[:1])
       >>> ids = strategy.distribute_values_from_function(
       ...     lambda context: context.replica_id_in_sync_group + 1)
       >>> int(strategy.reduce("sum", ids))
@@ -362,8 +365,8 @@ class Strategy:
         or an integer does not fit int32.
 
     Example:
-      >>> import numpy as np
-      >>> strategy = Strategy()
+      >>> import flaxshard as fs, numpy as np
+      >>> strategy = fs.Strategy()
       >>> ids = strategy.distribute_values_from_function(
       ...     lambda context: np.int32(context.replica_id_in_sync_group))
       >>> int(ids[0])
@@ -390,8 +393,8 @@ class Strategy:
       ValueError, TypeError: An option is invalid.
 
     Example:
-      >>> import numpy as np
-      >>> strategy = Strategy()
+      >>> import flaxshard as fs, numpy as np
+      >>> strategy = fs.Strategy()
       >>> n = strategy.num_replicas_in_sync
       >>> batches = [{"x": np.ones(2 * n)}, {"x": np.ones(n)}]
       >>> for batch in strategy.distribute_dataset(batches):
@@ -478,8 +481,8 @@ class Strategy:
       TypeError: `tensor` is not an array, or a number is not an integer.
 
     Example:
-      >>> import numpy as np
-      >>> strategy = Strategy()
+      >>> import flaxshard as fs, numpy as np
+      >>> strategy = fs.Strategy()
       >>> strategy.split_to_logical_devices(np.ones((4, 2)), [1, 1]).shape
       (4, 2)
 
@@ -557,8 +560,8 @@ class Strategy:
         an integer.
 
     Example:
-      >>> import numpy as np
-      >>> strategy = Strategy()
+      >>> import flaxshard as fs, numpy as np
+      >>> strategy = fs.Strategy()
       >>> strategy.on_logical_device(0, lambda x: 2 * x, np.ones(2)).tolist()
       [2.0, 2.0]
     """

@@ -61,7 +61,7 @@ def create(config: Any) -> AdaptedTask:
     >>> config = fs.train.config.check({
     ...   "model": {"name": "cnn"}, "data": {"name": "digits"},
     ...   "batch_size": 8, "num_train_steps": 1, "learning_rate": 0.1})
-    >>> create(config).name
+    >>> fs.tasks.create(config).name
     'Classification'
   """
   return load(config, shapes_only=True)[0]

@@ -230,8 +230,9 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
     ValueError: `loss` or `metrics` is missing.
 
   Example:
+    >>> import flaxshard as fs
     >>> from flaxshard import tasks
-    >>> adapt(tasks.Classification(num_classes=10)).name
+    >>> fs.tasks.adapt(tasks.Classification(num_classes=10)).name
     'Classification'
   """
   if isinstance(task, AdaptedTask):

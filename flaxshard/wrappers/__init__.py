@@ -96,7 +96,8 @@ def from_config(
     TypeError: `config` is not a sequence, or an entry is no name and no pair.
 
   Example:
-    >>> from_config((("loss_scale", {"scale": 128}),))[0].scale
+    >>> import flaxshard as fs
+    >>> fs.wrappers.from_config((("loss_scale", {"scale": 128}),))[0].scale
     128.0
   """
   if isinstance(config, (str, Mapping)) or not isinstance(config, Iterable):

@@ -70,7 +70,7 @@ class Accumulate(base.Base):
     ValueError: `steps` is below 1.
 
   Example:
-    >>> import flaxshard as fs, optax
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.zeros(())}, tx=optax.sgd(0.5),
     ...     wrappers=[fs.Accumulate(2)])

@@ -118,7 +118,7 @@ class AGN(base.Base):
       created: there are more fragments than parameters.
 
   Example:
-    >>> import flaxshard as fs, optax
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.25),
     ...     wrappers=[fs.AGN(communication_period=2)])
@@ -323,10 +323,13 @@ class AGN(base.Base):
     """
     added = grads
     if self.commit_delta:
-      # With the sign of a gradient.
+      # With the sign of a gradient. Booleans, say, are not trained.
       added = jax.tree.map(
-        lambda old, new: gradients.widen(old) - gradients.widen(new),
+        lambda old, total, new: (
+          None if total is None else gradients.widen(old) - gradients.widen(new)
+        ),
         state.local_params,
+        state.grad_accum,
         local.params,
       )
 

@@ -120,6 +120,7 @@ def divide(accumulators: PyTree, fragments: int) -> dict[str, int]:
     ValueError: There are more fragments than leaves.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> tree = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}
     >>> divide(tree, 2)
     {'a': 1, 'b': 0, 'c': 1}

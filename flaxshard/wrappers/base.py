@@ -84,7 +84,7 @@ class Base:
       that of any other parameter.
 
   Example:
-    >>> import flaxshard as fs, jax.numpy as jnp, optax
+    >>> import flaxshard as fs, dataclasses, jax, jax.numpy as jnp, optax
     >>> @dataclasses.dataclass(frozen=True)
     ... class SignGradients(fs.wrappers.Base):
     ...   def apply(self, state, target, grads, next):

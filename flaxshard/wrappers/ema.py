@@ -63,7 +63,7 @@ class EMA(base.Base):
     ValueError: `decay` is not from 0 to below 1.
 
   Example:
-    >>> import flaxshard as fs, optax
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.zeros(())}, tx=optax.sgd(1.0),
     ...     wrappers=[fs.EMA(decay=0.5)])

@@ -75,7 +75,8 @@ class FixedLossScale:
     ValueError: `loss_scale` is not positive and finite.
 
   Example:
-    >>> FixedLossScale(128).loss_scale
+    >>> import flaxshard as fs
+    >>> fs.FixedLossScale(128).loss_scale
     128.0
   """
 
@@ -109,7 +110,9 @@ class DynamicLossScale:
     ValueError: An argument is out of range.
 
   Example:
-    >>> DynamicLossScale(initial_scale=2.0**10, growth_interval=100).min_scale
+    >>> import flaxshard as fs
+    >>> rule = fs.DynamicLossScale(initial_scale=2.0**10, growth_interval=100)
+    >>> rule.min_scale
     1.0
 
   References:
@@ -214,7 +217,7 @@ class LossScale(base.Base):
     ValueError: An argument is out of range.
 
   Example:
-    >>> import flaxshard as fs, optax
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1),
     ...     wrappers=[fs.LossScale("dynamic")])

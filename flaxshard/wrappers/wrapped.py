@@ -38,7 +38,7 @@ def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
     ValueError: A wrapper is given twice, or one may not stand inside another.
 
   Example:
-    >>> import flaxshard as fs, optax
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
     >>> opt = fs.wrap(optax.sgd(0.25), [fs.LossScale("dynamic")])
     >>> params = {"w": jnp.ones(())}
     >>> state = opt.init(params)

@@ -245,7 +245,7 @@ def test_leaves_without_a_gradient(commit, delta):
   # "a" has a gradient in both steps of a period, "b" in the first one alone,
   # the others in none; a skipped step counts for none.
   params = dict.fromkeys(("a", "b", "never", "frozen"), np.ones(2, np.float32))
-  params["count"] = np.arange(2, dtype=np.int32)
+  params |= {"count": np.arange(2, dtype=np.int32), "flag": np.ones(2, bool)}
   labels = lambda params: {k: "f" if k == "frozen" else "t" for k in params}
   decay = optax.chain(optax.add_decayed_weights(0.5), SGD)
   tx = optax.multi_transform({"t": decay, "f": optax.set_to_zero()}, labels)
@@ -272,7 +272,7 @@ def test_leaves_without_a_gradient(commit, delta):
   )
   np.testing.assert_array_equal(agn(state).grad_accum["b"], 0)
   for tree in (state.params, agn(state).local_params):
-    for key in ("never", "frozen", "count"):
+    for key in ("never", "frozen", "count", "flag"):
       wanted = np.broadcast_to(params[key], tree[key].shape)
       np.testing.assert_array_equal(tree[key], wanted)
       assert tree[key].dtype == params[key].dtype

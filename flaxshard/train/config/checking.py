@@ -65,7 +65,8 @@ def defaults(config: Any = None) -> ml_collections.ConfigDict:
     An unlocked config. Its fields take values of any type: `check` checks them.
 
   Example:
-    >>> config = defaults()
+    >>> import flaxshard as fs
+    >>> config = fs.config.defaults()
     >>> config.model = {"name": "cnn"}
     >>> config.mesh.replica = 2
     >>> config.optimizer.name, config.batch_size
@@ -109,7 +110,8 @@ def check(config: Any, task: Any = None) -> ml_collections.ConfigDict:
       is a ValueError as well.
 
   Example:
-    >>> config = check({
+    >>> import flaxshard as fs
+    >>> config = fs.config.check({
     ...   "model": {"name": "cnn"}, "data": {"name": "digits"},
     ...   "batch_size": 64, "num_train_steps": 100, "learning_rate": 1e-3})
     >>> config.optimizer.name, config.mesh.replica

@@ -45,7 +45,8 @@ def read(name: str) -> ml_collections.ConfigDict:
     Exception: The code of the file raised it.
 
   Example:
-    >>> config = read("digits")
+    >>> import flaxshard as fs
+    >>> config = fs.config.read("digits")
     >>> config.model.name, config.mesh.replica
     ('cnn', -1)
   """
@@ -70,7 +71,8 @@ def names() -> dict[str, str]:
   """Returns the configs of flaxshard: names, and what they train.
 
   Example:
-    >>> names()["imagenet"]
+    >>> import flaxshard as fs
+    >>> fs.config.names()["imagenet"]
     'Trains ResNet-50 on ImageNet in float16, with a dynamic loss scale.'
   """
   # Parsed, not imported: a file may import packages that are not installed.
