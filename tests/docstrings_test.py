@@ -10,12 +10,7 @@ import pytest
 import flaxshard
 
 # Examples that train or compile for more than a second.
-_SLOW = {
-  "flaxshard.data",
-  "flaxshard.models.images",
-  "flaxshard.models.transformer",
-  "flaxshard.state.train_state",
-}
+_SLOW = (".data", "models.images", "models.transformer", "state.train_state")
 
 
 def _count(module):
@@ -39,7 +34,7 @@ def _cases():
     if not info.name.endswith("__main__"):
       module = importlib.import_module(info.name)
       if _count(module):
-        marks = [pytest.mark.slow] if info.name in _SLOW else []
+        marks = [pytest.mark.slow] if info.name.endswith(_SLOW) else []
         yield pytest.param(module, marks=marks, id=info.name)
 
 
