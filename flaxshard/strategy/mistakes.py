@@ -1,4 +1,4 @@
-"""Mistakes in arguments and in a step, which JAX would run without a complaint.
+"""Mistakes in a step, which JAX would run without a complaint.
 
 A step is only reported if its program proves the mistake: the check of the
 traced program says of each value which replicas hold the same one, and marks it
@@ -96,11 +96,7 @@ def check_program(
     # batch there. One that uses the number of a replica otherwise may take a
     # part of the batch by itself.
     if same_state.NUMBER not in same_state.join(*computed).history:
-      # Random ones of each replica.
-      has_inputs = not gradients.is_replicated
-      _warn_of_whole_batch(
-        program, leaves, num_replicas, has_inputs, is_stacked
-      )
+      _warn_of_whole_batch(program, leaves, gradients, num_replicas, is_stacked)
   # A sum over the replicas has made them the same, and not only constants or
   # the same data on all replicas.
   if gradients.is_replicated and same_state.SUMMED in gradients.history:
@@ -116,8 +112,8 @@ def check_program(
 def _warn_of_whole_batch(
   program: Any,
   leaves: Sequence[arguments.Leaf],
+  gradients: same_state.Fact,
   num_replicas: int,
-  has_inputs: bool,
   is_stacked: bool,
 ) -> None:
   """Warns if a program, of which nothing is split, seems to have a batch."""
@@ -133,7 +129,8 @@ def _warn_of_whole_batch(
     for leaf, aval in batches
     if not leaf.is_placed
   ]
-  has_inputs = has_inputs or bool(batches)
+  # Gradients that differ though nothing is split come from random inputs.
+  has_inputs = bool(batches) or not gradients.is_replicated
   whole += [
     f"a captured array of shape {x.shape} (pass it as an argument)"
     for x in program.consts
