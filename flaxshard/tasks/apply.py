@@ -124,12 +124,10 @@ class Apply:
     # A call adds what it sows to the values that are there.
     for name in mutable:
       given.pop(name, None)
-    if OVERWRITE_WITH_GRADIENT in params:
-      # Flax's fp8 layers: params holds both collections, by name.
-      variables = dict(params)
-    else:
-      variables = {"params": params}
-    variables.update(fold_in_replica(given) if self.train else given)
+    # With Flax's fp8 layers, params holds two collections, by name.
+    is_fp8 = OVERWRITE_WITH_GRADIENT in params
+    variables = dict(params) if is_fp8 else {"params": params}
+    variables |= fold_in_replica(given) if self.train else given
     rngs = dict(self.default_rngs if rngs is None else rngs)
     model_apply = lora.model_apply(self.apply_fn)
     if isinstance(model_apply, nnx_adapter.Apply):

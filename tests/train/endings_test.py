@@ -259,8 +259,7 @@ def test_the_run_ends_after_patience_evaluations_without_improvement(
 ):
   rule = {"metric": "eval_loss", **rule}
   config = config_lib.check(tiny.config(early_stopping=rule))
-  metric = rule["metric"]
-  rows = [{"step": i, metric: x} for i, x in enumerate(values, start=1)]
+  rows = [{"step": i, rule["metric"]: x} for i, x in enumerate(values, 1)]
   stopped = endings.stopped_early(config.early_stopping, rows)
   steps = stopped and tuple(map(int, re.findall(r"step (\d+)", stopped)))
   assert steps == (stopped_step and (stopped_step, best_step))
