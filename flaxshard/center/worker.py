@@ -220,7 +220,7 @@ class Worker:
     self._examples = [x + examples for x in self._examples]
     if self.clock < self._next_look:
       return state
-    state = self._catch_up(self._exchange(state, self._options.delay))
+    state = self._exchange(state, self._options.delay)
     ends = [x.key.step + self._options.delay for x in self._exchanges.values()]
     dues = [
       agn_store.last_due(self._agn, fragment, self._last_step)
@@ -411,7 +411,7 @@ class Worker:
   # -- Commits.
 
   def _exchange(self, state: Any, delay: int) -> Any:
-    """Sends the commits that are due, and takes the results that have come.
+    """Sends the commits that are due, takes the results, and catches up.
 
     Args:
       state: The state of this worker.
@@ -432,7 +432,7 @@ class Worker:
     for fragment, exchange in [*self._exchanges.items()]:
       if exchange.key.step + delay <= self._last_step:
         state = self._receive(state, fragment)
-    return state
+    return self._catch_up(state)
 
   def _catch_up(self, state: Any) -> Any:
     """Returns the state at the step of the others, if they have gone on.

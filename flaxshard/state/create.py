@@ -159,8 +159,7 @@ def create_train_state(
 
   def create_fields(*args: Any) -> dict[str, PyTree]:
     given = init.initialize(*args)
-    count = fields_lib.num_replicas(mesh)
-    return fields_lib.create(state.tx, state.wrappers, count, given)
+    return fields_lib.create(state.tx, state.wrappers, mesh, given)
 
   # Without a strategy the arrays are not committed to a device.
   args, shardings = init.args, None

@@ -168,7 +168,7 @@ def shardings_of(specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
 def create(
   tx: Any,
   wrappers: tuple[base.Base, ...],
-  num_replicas: int,
+  mesh: jax.sharding.Mesh | None,
   given: Mapping[str, PyTree],
 ) -> dict[str, PyTree]:
   """Returns all array fields of a state at step 0, by name.
@@ -176,7 +176,7 @@ def create(
   Args:
     tx: The optax optimizer.
     wrappers: The wrappers.
-    num_replicas: Length of the replica axis of the per-replica leaves.
+    mesh: The mesh, whose replicas the per-replica leaves have rows for.
     given: `params` and the collections, by field name.
 
   Returns:
@@ -189,7 +189,7 @@ def create(
   if wrappers:
     others = {name: x for name, x in given.items() if name != "params"}
     fields["wrapper_states"] = stack.init(
-      wrappers, params, tx, others, num_replicas
+      wrappers, params, tx, others, num_replicas(mesh)
     )
   return trees.unshare_buffers(fields)
 
@@ -214,7 +214,7 @@ def complete(
     `given` has, or if the devices of the mesh are for compiling alone.
   """
   given = trees.unshare_buffers(given)
-  create_fields = functools.partial(create, tx, wrappers, num_replicas(mesh))
+  create_fields = functools.partial(create, tx, wrappers, mesh)
   is_abstract = mesh_lib.is_compile_only(mesh) or any(
     isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
   )
@@ -287,26 +287,26 @@ def wrapper_specs(
     ValueError: `specs` returns another tree than the state's, or a
       spec that does not fit a leaf.
   """
+
+  def spec_of_leaf(name: str, path: Any, x: Any, spec: Any, like: Any) -> Any:
+    # Checked here: JAX's error would not name the wrapper.
+    where = f"wrapper {name!r}: specs[{trees.path_string(path)}]"
+    specs_lib.check(where, spec, tuple(x.shape), mesh)
+    own = specs_lib.axes_in(spec)
+    if own <= {mesh_lib.REPLICA}:
+      # An axis can split only one dimension, so axes in use are left out.
+      unused = [axis for axis in mesh.axis_names if axis not in own]
+      spec = specs_lib.merge(spec, specs_lib.only(like, unused))
+    return specs_lib.shortest(spec, mesh)
+
   result = {}
   for wrapper in wrappers:
-    name = wrapper.name
-    leaves = jax.tree_util.tree_leaves_with_path(states[name])
-    treedef: Any = jax.tree.structure(states[name])
-    wanted = treedef.flatten_up_to(wrapper.specs(states[name]))
-    param_like = opt_state_lib.specs(states[name], params, param_specs)
-    specs = []
-    # Local copies of the parameters and of their slots (AGN) follow them.
-    for (path, leaf), spec, param_spec in zip(
-      leaves, wanted, jax.tree.leaves(param_like), strict=True
-    ):
-      # Checked here: JAX's error would not name the wrapper.
-      where = f"wrapper {name!r}: specs[{trees.path_string(path)}]"
-      specs_lib.check(where, spec, tuple(leaf.shape), mesh)
-      own = specs_lib.axes_in(spec)
-      if own <= {mesh_lib.REPLICA}:
-        # An axis can split only one dimension, so axes in use are left out.
-        unused = [axis for axis in mesh.axis_names if axis not in own]
-        spec = specs_lib.merge(spec, specs_lib.only(param_spec, unused))
-      specs.append(specs_lib.shortest(spec, mesh))
-    result[name] = treedef.unflatten(specs)
+    state = states[wrapper.name]
+    result[wrapper.name] = jax.tree_util.tree_map_with_path(
+      functools.partial(spec_of_leaf, wrapper.name),
+      state,
+      wrapper.specs(state),
+      # Local copies of the parameters and of their slots (AGN) follow them.
+      opt_state_lib.specs(state, params, param_specs),
+    )
   return result
