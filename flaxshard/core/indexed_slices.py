@@ -286,14 +286,14 @@ class IndexedSlices:
   # -- Arithmetic.
 
   def __mul__(self, factor: Any) -> IndexedSlices:
-    if np.ndim(factor) or isinstance(factor, IndexedSlices):
+    if np.ndim(factor):
       return NotImplemented
     return self.map_values(lambda values: values * factor)
 
   __rmul__ = __mul__
 
   def __truediv__(self, divisor: Any) -> IndexedSlices:
-    if np.ndim(divisor) or isinstance(divisor, IndexedSlices):
+    if np.ndim(divisor):
       return NotImplemented
     return self.map_values(lambda values: values / divisor)
 
