@@ -181,7 +181,10 @@ def init_from(
   arrays = {}
   for name, x in reader.read(where, asked).items():
     arrays[name] = y = _finish(x, axes[name], wanted[name])
-    if y.dtype != x.dtype and not _all_finite(y) and _all_finite(x):
+    # What JAX holds in fewer bits than the file was cast as it was read.
+    in_file = asked[name][0].dtype
+    was_finite = x.dtype != in_file or _all_finite(x)
+    if y.dtype != in_file and was_finite and not _all_finite(y):
       raise ValueError(f"{where}: {name} has values that overflow {y.dtype}.")
   used = {*sources.values()}
   report = InitReport(

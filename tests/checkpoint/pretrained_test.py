@@ -231,10 +231,10 @@ def read_body(kernel, **kwargs):
   )
 
 
-def read_bytes(name, content):
+def read_bytes(name, content, **kwargs):
   def call(folder):
     (folder / name).write_bytes(content)
-    fs.checkpoint.init_from({"a": jnp.ones(2)}, folder / name)
+    fs.checkpoint.init_from({"a": jnp.ones(2)}, folder / name, **kwargs)
 
   return call
 
@@ -246,6 +246,7 @@ def read_variables_into_parameters(folder):
 TURN, TINY = [("body", (1, 0))], jnp.float8_e4m3b11fnuz
 INDEX = b'{"weight_map": {"a": "b.safetensors"}}'
 SLASHES = serialization.to_bytes({"a": {"b": np.ones(2)}, "a/b": np.ones(2)})
+HUGE = serialization.to_bytes({"a": np.array([1e300, 2.0])})
 DOTS = safetensors_numpy.save({"a.b": np.ones(2), "a/b": np.ones(2)})
 
 MISTAKES = [
@@ -268,6 +269,7 @@ MISTAKES = [
   (read_body(W.T, reshape=["body"]), ValueError, r"\(8, 16\) .*\(16, 8\)"),
   (read_body(W.astype(jnp.bfloat16)), ValueError, "float32.*bf.* cast=True"),
   (read_body(W.astype(TINY), cast=True), ValueError, "body/kernel .*float8"),
+  (read_bytes("a.msgpack", HUGE, cast=True), ValueError, "a has .*float32"),
   # Statistics that the model does not have are not dropped silently.
   (read_variables_into_parameters, ValueError, "lacks 2 .*batch_stats/norm"),
   # Files.
