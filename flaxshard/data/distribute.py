@@ -192,6 +192,9 @@ class DistributedDataset:
         "iterable must be an iterable of batches, got "
         f"{type(iterable).__name__}; shard_batch takes a single batch."
       )
+    known = [field.name for field in dataclasses.fields(padding.Padder)[1:]]
+    for name in options:
+      checks.one_of("distribute_dataset: option", name, ["prefetch", *known])
     self._iterable = iterable
     self._prefetch = checks.integer("prefetch", prefetch, minimum=0)
     self._joined = joined
