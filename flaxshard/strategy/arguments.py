@@ -38,15 +38,16 @@ class Leaf(NamedTuple):
     path: Its path.
     kind: `OWN`, `SHARED` or `SPLIT`.
     wrappers: The wrappers of the TrainState that it is part of, or None.
-    is_placed: Whether the user has put it on a mesh, or it has no values.
     sharding: That of an argument on the strategy's mesh; None before.
+    is_placed: Whether the user has put an argument on a mesh, or it has no
+      values.
   """
 
   path: Any
   kind: str
   wrappers: stack.Wrappers | None
-  is_placed: bool
   sharding: Any = None
+  is_placed: bool = False
 
   @property
   def argument(self) -> str:
@@ -99,12 +100,7 @@ def flatten(tree: PyTree) -> Iterator[tuple[Leaf, Any]]:
       if values.is_per_replica(x):
         kind, x = OWN, x.value
       for rest, value in jax.tree_util.tree_leaves_with_path(x):
-        # jax.jit(...).lower takes shapes without a sharding.
-        is_placed = isinstance(value, jax.ShapeDtypeStruct) or isinstance(
-          getattr(value, "sharding", None), NamedSharding
-        )
-        whole_path = (*path, *inner, *rest)
-        yield Leaf(whole_path, kind, wrappers, is_placed), value
+        yield Leaf((*path, *inner, *rest), kind, wrappers), value
 
 
 # -- The arguments, before they are on the mesh.

@@ -111,7 +111,13 @@ class CompiledForms:
     leaves, placed, moved = [], [], {}
     for i, (leaf, x) in enumerate(arguments.flatten((args, kwargs))):
       placed.append(arguments.place(mesh, x, leaf))
-      leaves.append(leaf._replace(sharding=placed[i].sharding))
+      # jax.jit(...).lower takes shapes without a sharding.
+      is_placed = isinstance(x, jax.ShapeDtypeStruct) or isinstance(
+        getattr(x, "sharding", None), jax.sharding.NamedSharding
+      )
+      leaves.append(
+        leaf._replace(sharding=placed[i].sharding, is_placed=is_placed)
+      )
       if placed[i] is not x:
         moved[i] = leaves[i]
     treedef = jax.tree.structure((args, kwargs))
