@@ -6,10 +6,8 @@ Each of them computes new parameters, not a step, so it needs `params` in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-import functools
-import inspect
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,6 @@ import optax
 from flaxshard.core import checks
 
 PyTree = Any
-_Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 
 class FtrlState(NamedTuple):
@@ -50,31 +47,6 @@ class ProximalAdagradState(NamedTuple):
   accumulator: PyTree
 
 
-def _checked(**bounds: dict[str, float]) -> Callable[[_Fn], _Fn]:
-  """Returns a decorator that checks the numbers that a function is given.
-
-  Args:
-    **bounds: The bounds of some arguments; all others are at least zero.
-  """
-
-  def decorate(function: _Fn) -> _Fn:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def create(*args: Any, **kwargs: Any) -> Any:
-      for name, value in signature.bind(*args, **kwargs).arguments.items():
-        # A schedule, or an array of `optax.inject_hyperparams`.
-        if not (callable(value) or isinstance(value, jax.Array)):
-          argument = f"{function.__name__}: {name}"
-          checks.number(argument, value, **bounds.get(name, {"minimum": 0}))
-      return function(*args, **kwargs)
-
-    return create  # type: ignore[return-value]
-
-  return decorate
-
-
-@_checked(learning_rate_power={"maximum": 0})
 def ftrl(
   learning_rate: optax.ScalarOrSchedule,
   learning_rate_power: float = -0.5,
@@ -129,6 +101,7 @@ def ftrl(
     `tf.compat.v1.train.FtrlOptimizer`; McMahan et al., Ad Click Prediction: a
     View from the Trenches, 2013.
   """
+  _check("ftrl", locals(), learning_rate_power={"maximum": 0})
   power = -learning_rate_power
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
@@ -154,7 +127,6 @@ def ftrl(
   )
 
 
-@_checked(initial_gradient_squared_accumulator_value={"above": 0})
 def adagrad_da(
   learning_rate: optax.ScalarOrSchedule,
   initial_gradient_squared_accumulator_value: float = 0.1,
@@ -200,6 +172,11 @@ def adagrad_da(
     `tf.compat.v1.train.AdagradDAOptimizer`; Duchi et al., Adaptive Subgradient
     Methods for Online Learning and Stochastic Optimization, 2011.
   """
+  _check(
+    "adagrad_da",
+    locals(),
+    initial_gradient_squared_accumulator_value={"above": 0},
+  )
   first = initial_gradient_squared_accumulator_value
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
@@ -214,7 +191,6 @@ def adagrad_da(
   return _create(AdagradDAState, new_values, learning_rate, 0.0, first)
 
 
-@_checked()
 def proximal_gradient_descent(
   learning_rate: optax.ScalarOrSchedule,
   l1_regularization_strength: float = 0.0,
@@ -252,6 +228,7 @@ def proximal_gradient_descent(
     `tf.compat.v1.train.ProximalGradientDescentOptimizer`; Duchi and Singer,
     Efficient Learning using Forward-Backward Splitting, 2009.
   """
+  _check("proximal_gradient_descent", locals())
   shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
   return _create(
     ProximalGradientDescentState,
@@ -260,7 +237,6 @@ def proximal_gradient_descent(
   )
 
 
-@_checked(initial_accumulator_value={"above": 0})
 def proximal_adagrad(
   learning_rate: optax.ScalarOrSchedule,
   initial_accumulator_value: float = 0.1,
@@ -298,6 +274,7 @@ def proximal_adagrad(
     `tf.compat.v1.train.ProximalAdagradOptimizer`; Duchi and Singer, Efficient
     Learning using Forward-Backward Splitting, 2009.
   """
+  _check("proximal_adagrad", locals(), initial_accumulator_value={"above": 0})
   first = initial_accumulator_value
   shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
 
@@ -310,6 +287,24 @@ def proximal_adagrad(
     return shrink(w - rate * g, rate), n
 
   return _create(ProximalAdagradState, new_values, learning_rate, first)
+
+
+def _check(
+  function: str, values: Mapping[str, Any], **bounds: dict[str, float]
+) -> None:
+  """Checks the arguments of a function, its only local variables so far.
+
+  Args:
+    function: Its name.
+    values: The arguments by name.
+    **bounds: The bounds of some of them; all others are at least zero.
+  """
+  for name, value in values.items():
+    is_schedule = name == "learning_rate" and callable(value)
+    # `optax.inject_hyperparams` gives an array.
+    if not (is_schedule or isinstance(value, jax.Array)):
+      limits = bounds.get(name, {"minimum": 0})
+      checks.number(f"{function}: {name}", value, **limits)
 
 
 def _shrinkage(l1: float, l2: float) -> Callable[..., jax.Array]:

@@ -237,7 +237,6 @@ def plan(
 
   Example:
     >>> import flaxshard as fs, flax.linen as nn, jax, jax.numpy as jnp, optax
-    >>> import flaxshard as fs
     >>> strategy = fs.Strategy(devices=jax.devices()[:1])
     >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
     >>> state = fs.create_train_state(
