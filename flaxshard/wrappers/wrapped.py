@@ -147,7 +147,7 @@ class Wrapped:
     optimizer_update.check_extra(self.tx, extra)
     target = base.Target(
       step=state.step,
-      params=params,
+      params=jax.tree.map(trees.drop_weak_type, params),
       opt_state=state.opt_state,
       collections={},
       wrapper_states=state.wrapper_states,
@@ -158,6 +158,7 @@ class Wrapped:
 
   def eval_params(self, params: PyTree, state: WrappedState) -> PyTree:
     """Returns the parameters to evaluate, such as the average of `EMA`."""
+    params = jax.tree.map(trees.drop_weak_type, params)
     states = stack.local_states(self.wrappers, state.wrapper_states)
     return stack.params(self.wrappers, states, params, "eval")
 

@@ -171,8 +171,8 @@ def test_a_step_may_donate_and_orbax_saves_the_state(tmp_path):
   assert_trees_equal(restored, (params, state))
 
 
-def test_update_takes_extra_arguments():
-  opt = fs.wrap(optax.contrib.reduce_on_plateau(patience=1))
-  params = make_params()
-  _, new = opt.update(params, opt.init(params), params, value=2.0)
+def test_update_takes_numbers_and_extra_arguments():
+  opt = fs.wrap(optax.contrib.reduce_on_plateau(patience=1), [fs.EMA(0.5)])
+  _, new = opt.update({"w": 2.0}, opt.init({"w": 2.0}), {"w": 2.0}, value=2.0)
   assert float(new.opt_state.best_value) == 2.0
+  assert float(opt.eval_params({"w": 2.0}, new)["w"]) == 4.0
