@@ -109,22 +109,25 @@ def stopped_while(
     yield
 
 
-def count_live_arrays(shape) -> int:
-  """Returns how many arrays of a shape are in memory."""
-  # Tracebacks of earlier tests hold states in reference cycles.
-  gc.collect()
-  return sum(x.shape == shape for x in jax.live_arrays())
-
-
 def count_at_restore(monkeypatch, shape) -> list[int]:
-  """Returns a list that gets the number of arrays alive when a run restores."""
+  """Returns a list that gets the number of new arrays when a run restores.
+
+  Args:
+    monkeypatch: The fixture of pytest.
+    shape: That of the arrays that count, if they are made from now on.
+  """
   counts = []
   restore = checkpoint.Checkpointer.restore
+  gc.freeze()  # to collect new objects only, which is quick
+  earlier = jax.live_arrays()
 
   def count_and_restore(self, state, **kwargs):
     leaves = jax.tree.leaves(state)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    counts.append(count_live_arrays(shape))
+    gc.collect()
+    known = set(map(id, earlier))
+    new = [x for x in jax.live_arrays() if id(x) not in known]
+    counts.append(sum(x.shape == shape for x in new))
     return restore(self, state, **kwargs)
 
   monkeypatch.setattr(checkpoint.Checkpointer, "restore", count_and_restore)

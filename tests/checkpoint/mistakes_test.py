@@ -29,15 +29,16 @@ def flax_state():
   )
 
 
-@pytest.fixture
-def runs(tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
   """A folder with the workdir `digits`, which has the steps 3 and 12."""
-  (tmp_path / "digits" / "checkpoints").mkdir(parents=True)
+  root = tmp_path_factory.mktemp("runs")
+  (root / "digits" / "checkpoints").mkdir(parents=True)
   for step in (3, 12):
-    states.write_ours(tmp_path / "digits", create(), step=step)
-  (tmp_path / "empty").mkdir()
-  (tmp_path / "file").write_text("9")  # a number in msgpack
-  return tmp_path
+    states.write_ours(root / "digits", create(), step=step)
+  (root / "empty").mkdir()
+  (root / "file").write_text("9")  # a number in msgpack
+  return root
 
 
 def save(make_state, step=20, path="digits", metrics=None, **kwargs):

@@ -53,7 +53,6 @@ def test_functions_and_their_closures_die():
     references += [weakref.ref(x) for x in (fn, step, captured)]
     del fn, step, captured
   gc.collect()
-  gc.unfreeze()
   assert [ref() for ref in references] == [None] * 6
 
 

@@ -59,6 +59,7 @@ def diverging_config(**fields):
     log_every_steps=4,
     checkpoint_every_steps=2,
     eval_every_steps=100,
+    mesh={"replica": 2},
   )
   return tiny.config(**{**values, **fields})
 
