@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import plain_states
 
 import flaxshard as fs
@@ -41,7 +41,7 @@ def weights(
   """Returns a state of a single parameter, all of one value."""
   return fs.TrainState.create(
     apply_fn=None,
-    params={"w": jnp.full(size, float(value))},
+    params={"w": np.full(size, value, np.float32)},
     tx=tx,
     wrappers=wrappers,
     **fields,

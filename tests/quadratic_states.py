@@ -1,13 +1,13 @@
 """States of a quadratic loss with two parameters."""
 
-import jax.numpy as jnp
+import numpy as np
 import optax
 
 import flaxshard as fs
 
 
 def make_params():
-  return {"w": jnp.array([1.0, -2.0]), "b": {"c": jnp.array(0.5)}}
+  return {"w": np.array([1, -2], "f"), "b": {"c": np.float32(0.5)}}
 
 
 def create(wrappers=(), tx=None, params=None, **collections):

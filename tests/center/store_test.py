@@ -126,7 +126,7 @@ TREE = {
   "nothing": None,
   "arrays": {
     "w/a": np.arange(6, dtype=np.float32).reshape(2, 3).T,
-    "half": np.asarray(jnp.ones(3, jnp.bfloat16)),
+    "half": np.ones(3, jnp.bfloat16),
     "numbers": np.arange(-3, 3, dtype=np.int8),
     "pairs": np.array([15, 240], np.uint8),
     "flag": np.array(True),

@@ -64,7 +64,7 @@ def save_after_closing(runs):
 
 
 MISSPELT = dict(metrics={"acuracy": 0.5}, best_metric="accuracy")
-DOTS = {"c": {"d": jnp.ones(2)}, "c.d": jnp.ones(2)}
+DOTS = {"c": {"d": np.ones(2, "f")}, "c.d": np.ones(2, "f")}
 BAD_POSITION = types.SimpleNamespace(get_state=lambda: np.int64(1))
 OTHER = optax.chain(optax.identity(), plain_states.TX)
 

@@ -17,12 +17,12 @@ from flaxshard.core import optimizer
 from flaxshard.core import registry
 
 PARAMS = {
-  "kernel": jnp.array([[1.0, -2.0], [0.5, 4.0]]),
-  "bias": jnp.array([3.0, -1.0]),
+  "kernel": np.array([[1.0, -2.0], [0.5, 4.0]], np.float32),
+  "bias": np.array([3.0, -1.0], np.float32),
 }
 GRADS = {
-  "kernel": jnp.array([[1.0, 2.0], [0.0, -2.0]]),
-  "bias": jnp.array([4.0, 0.0]),
+  "kernel": np.array([[1.0, 2.0], [0.0, -2.0]], np.float32),
+  "bias": np.array([4.0, 0.0], np.float32),
 }  # of norm 5
 
 

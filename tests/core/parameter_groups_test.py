@@ -1,5 +1,6 @@
 """Frozen parameters, and learning rates by pattern."""
 
+import functools
 import re
 
 import jax
@@ -11,11 +12,12 @@ import tree_equality
 
 import flaxshard as fs
 
+_full = functools.partial(np.full, dtype=np.float32)
 PARAMS = {
-  "encoder": {"kernel": jnp.full((4, 3), 0.5), "bias": jnp.full(3, 0.25)},
-  "head": {"kernel": jnp.full((3, 2), 0.125), "bias": jnp.full(2, 1.0)},
+  "encoder": {"kernel": _full((4, 3), 0.5), "bias": _full(3, 0.25)},
+  "head": {"kernel": _full((3, 2), 0.125), "bias": _full(2, 1.0)},
 }
-X = jnp.arange(8.0).reshape(2, 4) / 8
+X = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
 
 
 def loss_fn(params, x=X):
@@ -25,7 +27,7 @@ def loss_fn(params, x=X):
 
 
 def create(tx, wrappers=(), strategy=None):
-  params = jax.tree.map(jnp.copy, PARAMS)
+  params = jax.tree.map(np.copy, PARAMS)
   return fs.TrainState.create(
     apply_fn=None, params=params, tx=tx, wrappers=wrappers, strategy=strategy
   )

@@ -14,8 +14,9 @@ from flaxshard.core import jaxprs
 from flaxshard.core.policy import Policy
 from flaxshard.models import images
 
-IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
-TOKENS = jax.random.randint(jax.random.key(1), (2, 12), 0, 50)
+_RNG = np.random.default_rng(1)
+IMAGES = _RNG.normal(size=(2, 16, 16, 3)).astype(np.float32)
+TOKENS = _RNG.integers(0, 50, (2, 12), np.int32)
 STAGES = {"stage_sizes": [1, 1], "width": 4}
 BLOCK = {"num_layers": 1, "num_heads": 2, "embed_dim": 16, "mlp_dim": 32}
 BLOCK["max_length"] = 16

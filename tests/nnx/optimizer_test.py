@@ -262,14 +262,14 @@ class ArrayLinear(nnx.Module):
   ("model", "options", "kept"),
   [
     # Arrays that are no variables.
-    (ArrayLinear(), {"wrt": lambda path, _: path[-1] == "w"}, set()),
-    (lora(), {"wrt": nnx.LoRAParam}, {"0/kernel/value", "0/bias/value"}),
-    (Net(nnx.Rngs(0)), FROZEN, KEPT),
-    (Net(nnx.Rngs(0)), {**FROZEN, "wrappers": ()}, KEPT),
+    (ArrayLinear, {"wrt": lambda path, _: path[-1] == "w"}, set()),
+    (lora, {"wrt": nnx.LoRAParam}, {"0/kernel/value", "0/bias/value"}),
+    (lambda: Net(nnx.Rngs(0)), FROZEN, KEPT),
+    (lambda: Net(nnx.Rngs(0)), {**FROZEN, "wrappers": ()}, KEPT),
   ],
 )
 def test_what_is_selected_is_trained(model, options, kept):
-  model, optimizer = create(model=model, **options)
+  model, optimizer = create(model=model(), **options)
   before = arrays(model)
   for batch in batches():
     our_step(model, optimizer, batch)

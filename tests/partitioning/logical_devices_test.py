@@ -182,7 +182,7 @@ VALUES = {
   "complex64": X * np.complex64(1 - 2j),
   "bool": X > 9,
   "int8": np.array([-128, 127, 3], np.int8),
-  "int4": jnp.array([-8, 7], jnp.int4),
+  "int4": np.array([-8, 7], jnp.int4),
   "empty": np.zeros((0, 3), np.float32),
   "scalar": np.float32(3),
   "keys": jax.random.split(jax.random.key(0), 4),

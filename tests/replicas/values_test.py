@@ -142,7 +142,7 @@ def test_values_on_other_devices(mesh):
 
 VALUE = fs.PerReplica(np.ones((8, 2, 3), np.float32))
 LARGE = fs.PerReplica({"n": np.full((8, 1), -(2**40))})
-SLICES = fs.IndexedSlices(jnp.zeros(3, int), jnp.ones((3, 2)), (9, 2))
+SLICES = fs.IndexedSlices(np.zeros(3, int), np.ones((3, 2), "f"), (9, 2))
 
 
 def run(fn):

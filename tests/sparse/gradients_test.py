@@ -17,12 +17,12 @@ import flaxshard as fs
 
 # Row 1 twice; the last row by -1; row 9 does not exist.
 IDS = jnp.array([1, 2, 1, -1, 9])
-TABLE = jax.random.normal(jax.random.key(0), (7, 3))
-BIAS = jnp.arange(1.0, 4.0)
+TABLE = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
+BIAS = np.arange(1.0, 4.0, dtype=np.float32)
 
 
 SUM = lambda t: t[IDS].sum()
-MASK = jnp.arange(7)[:, None] == 2
+MASK = np.arange(7)[:, None] == 2
 
 
 def total(rows, b):
@@ -199,7 +199,7 @@ def test_gradient_of_a_random_program_equals_that_of_jax(seed):
 
 # -- Models.
 
-MODEL_IDS = jnp.array([[1, 2, 1], [5, 0, 2]])
+MODEL_IDS = np.array([[1, 2, 1], [5, 0, 2]], np.int32)
 
 
 def test_rows_are_cast_rather_than_the_table():

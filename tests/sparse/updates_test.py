@@ -18,8 +18,8 @@ SHAPE = ROWS, COLUMNS = 12, 3
 # Row 7 is never used; row 5 occurs twice in one step.
 STEPS = [[5, 2, 5, 11], [0, 2], [2], [5, 0, 9], [11, 2]]
 PARAMS = {
-  "table": jnp.linspace(-1.0, 1.0, ROWS * COLUMNS).reshape(SHAPE),
-  "bias": jnp.array([0.5, -0.25, 0.125]),
+  "table": np.linspace(-1, 1, ROWS * COLUMNS, dtype="f").reshape(SHAPE),
+  "bias": np.array([0.5, -0.25, 0.125], np.float32),
 }
 DECAY = optax.linear_schedule(0.1, 0.0, 10)
 MASK = {"table": True, "bias": False}
@@ -28,10 +28,10 @@ SGD, ADAM = optax.sgd(0.1, 0.9), optax.adam(0.1)
 
 def create_grads(ids, seed=0, dtype=jnp.float32):
   rng = np.random.default_rng(seed)
-  values = jnp.asarray(rng.normal(size=(len(ids), COLUMNS)), dtype)
+  values = rng.normal(size=(len(ids), COLUMNS)).astype(dtype)
   return {
     "table": fs.IndexedSlices(ids, values, SHAPE),
-    "bias": jnp.asarray(rng.normal(size=COLUMNS), dtype),
+    "bias": rng.normal(size=COLUMNS).astype(dtype),
   }
 
 
@@ -234,7 +234,7 @@ def test_narrow_parameters_are_updated_as_whole_arrays_are(dtype, grad_dtype):
 
 
 ROWS_OF_T = fs.sparse_rows(optax.sgd(1.0), ["t"])
-INTEGERS = {"i": jnp.zeros(SHAPE, int)}
+INTEGERS = {"i": np.zeros(SHAPE, np.int32)}
 
 
 @pytest.mark.parametrize(

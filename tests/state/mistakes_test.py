@@ -15,8 +15,8 @@ import flaxshard as fs
 
 DYNAMIC = (fs.LossScale("dynamic"),)
 SUM = (fs.CrossShard("sum"),)
-STATS = {"mean": jnp.zeros(2)}
-HALF = {"mean": jnp.zeros(2, jnp.float16)}
+STATS = {"mean": np.zeros(2, np.float32)}
+HALF = {"mean": np.zeros(2, np.float16)}
 GRADS = make_params()
 NONE = {"w": np.zeros(2, jax.dtypes.float0), "b": {"c": None}}
 LOOKAHEAD = optax.LookaheadParams.init_synced(make_params())
@@ -60,7 +60,7 @@ class NoParams(nn.Module):
     return x
 
 
-X = jnp.ones((2, 3))
+X = np.ones((2, 3), np.float32)
 DENSE = nn.Dense(1)
 NORM = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
 

@@ -83,7 +83,7 @@ FROM_EIGHT = fs.LossScale(fs.DynamicLossScale(8))
     ((), 2.0),
     ((FROM_EIGHT,), 2.0),
     ((fs.LossScale(8),), np.float32(2.0)),
-    ((FROM_EIGHT,), jnp.float16(2.0)),
+    ((FROM_EIGHT,), np.float16(2.0)),
   ],
 )
 def test_second_step_does_not_recompile(wrappers, param):
@@ -276,7 +276,7 @@ def test_fp8_module_trains_and_updates_its_statistics():
 # Optimizers whose update takes more than gradients.
 
 AGN = fs.AGN(2, commit="mean")
-PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}
+PARAMS = {"w": np.array([1, -2], "f"), "b": np.float32(0.5)}
 
 
 def distance(params, scale=1.0):

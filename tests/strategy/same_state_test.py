@@ -21,7 +21,7 @@ WHOLE = fs.Strategy(devices=jax.devices()[:4])
 GROUPS, ACROSS = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 RING = [(i, (i + 1) % 4) for i in range(4)]
 # What all replicas share, and a batch, which is split.
-X = jnp.arange(1.0, 5.0)
+X = np.arange(1.0, 5.0, dtype=np.float32)
 Y = np.linspace(0.1, 1.0, 16, dtype=np.float32)
 
 mean = lambda tree: jax.lax.pmean(tree, "replica")

@@ -8,7 +8,8 @@ import pytest
 
 from flaxshard.wrappers import agn_sequential
 
-PARAMS = {"w": jnp.ones((8, 3)), "b": jnp.ones(16), "scalar": jnp.ones(())}
+PARAMS = {"w": np.ones((8, 3)), "b": np.ones(16), "scalar": np.ones(())}
+PARAMS = jax.tree.map(np.float32, PARAMS)
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 5, 50)
 BY_LEAF = {"a": optax.adam(0.1), "b": optax.sgd(0.1)}
 LABELS = {"w": "a", "b": "b", "scalar": "b"}
@@ -56,7 +57,7 @@ def refuses_parts(x):
   return x
 
 
-X = jnp.ones((8, 4))
+X = np.ones((8, 4), np.float32)
 
 
 @pytest.mark.parametrize(

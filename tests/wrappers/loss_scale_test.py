@@ -135,9 +135,11 @@ def test_states_equal_a_float32_reference():
     make = type(firsts[-1])
     wanted.append(make(*map(np.array, zip(*states, strict=True))))
     assert len(set(wanted[-1].scale)) > 2
-  of_all = lambda fn: lambda states, *args: [
-    fn(rule, state, *args) for rule, state in zip(RULES, states, strict=True)
-  ]
+  of_all = lambda fn: (
+    lambda states, *args: [
+      fn(rule, state, *args) for rule, state in zip(RULES, states, strict=True)
+    ]
+  )
   before = jax.tree.map(lambda x: x[:-1], wanted)
   loops = [states for _, states in jax.jit(of_all(scan))(firsts)]
   for found in (loops, jax.jit(of_all(many))(before)):

@@ -81,10 +81,10 @@ def test_the_outermost_wrapper_sees_gradients_first():
 @pytest.mark.parametrize(
   ("wrappers", "params"),
   [
-    ([fs.LossScale("dynamic")], {"w": jnp.full((128, 128), 0.5)}),
+    ([fs.LossScale("dynamic")], {"w": np.full((128, 128), 0.5, "f")}),
     (
       [fs.LossScale("dynamic"), fs.AGN(2, commit="mean")],
-      {"w": jnp.array([[1.0, -2.0], [0.5, 0.25]]), "b": jnp.ones(2)},
+      {"w": np.array([[1.0, -2.0], [0.5, 0.25]], "f"), "b": np.ones(2, "f")},
     ),
   ],
 )
