@@ -11,6 +11,7 @@ import flaxshard
 
 # Examples that train or compile for more than a second.
 _SLOW = (".data", "models.images", "models.transformer", "state.train_state")
+_SLOW += ("core.indexed_slices", "nnx.optimizer", "sparse.lookups")
 
 
 def _count(module):
