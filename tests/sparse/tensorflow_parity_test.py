@@ -181,7 +181,9 @@ def test_clip_by_global_norm_takes_the_norm_of_summed_rows():
   slices = fs.IndexedSlices(facts["ids"], values, TABLE.shape)
   grads = {"table": slices, "bias": bias.astype(np.float32)}
   norm = facts["dense_global_norm"]
-  np.testing.assert_allclose(jax.jit(fs.sparse.global_norm)(grads), norm, rtol=1e-6)
+  np.testing.assert_allclose(
+    jax.jit(fs.sparse.global_norm)(grads), norm, rtol=1e-6
+  )
   # TensorFlow takes the norm of the rows before those of one number are summed.
   assert facts["global_norm"] != pytest.approx(norm)
   state = create(

@@ -238,7 +238,9 @@ def test_narrow_parameters_are_updated_as_whole_arrays_are(dtype, grad_dtype):
   @jax.jit
   def apply_both(state, plain, grads):
     dense = {**grads, "table": grads["table"].to_dense()}
-    return state.apply_gradients(grads=grads), plain.apply_gradients(grads=dense)
+    return state.apply_gradients(grads=grads), plain.apply_gradients(
+      grads=dense
+    )
 
   states = create(tx, params=params), create(tx, sparse=(), params=params)
   new, plain = apply_both(*states, grads)
