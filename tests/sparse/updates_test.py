@@ -15,15 +15,10 @@ from tree_equality import assert_trees_equal
 import flaxshard as fs
 
 SHAPE = ROWS, COLUMNS = 12, 3
-# Row 7 is never used; row 5 occurs twice in one step. The rest is padding, so
-# that all steps are one program.
-STEPS = [
-  [5, 2, 5, 11],
-  [0, 2, -1, ROWS],
-  [2, ROWS, ROWS, -1],
-  [5, 0, 9, -1],
-  [-1, ROWS, 11, 2],
-]
+# Row 7 is never used; row 5 occurs twice in one step. With padding, so that
+# all steps are one program.
+STEPS = [[5, 2, 5, 11], [0, 2, -1, 12], [2, 12, 13, -1], [5, 0, 9, -1]]
+STEPS += [[-1, 12, 11, 2]]
 PARAMS = {
   "table": np.linspace(-1, 1, ROWS * COLUMNS, dtype="f").reshape(SHAPE),
   "bias": np.array([0.5, -0.25, 0.125], np.float32),
@@ -52,9 +47,13 @@ def create(tx, semantics="lazy", sparse=("table",), params=None, **kwargs):
   return fs.TrainState.create(apply_fn=None, params=params, tx=tx, **kwargs)
 
 
+@jax.jit
+def step(state, grads):
+  return state.apply_gradients(grads=grads)
+
+
 def apply(state, batches=None):
   """Returns parameters and slots after each step."""
-  step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
   results = []
   for grads in BATCHES if batches is None else batches:
     state = step(state, grads)
@@ -206,23 +205,22 @@ def test_extra_arguments_reach_an_optimizer_of_rows():
 def test_gradients_of_a_table_that_are_no_rows():
   tx = optax.adamw(0.1, weight_decay=0.5)
   state, dense = create(tx), create(tx, sparse=())
-  apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
   # A step that is compiled for one state serves another one.
   assert jax.tree.structure(state) == jax.tree.structure(create(tx))
   # An array is an ordinary update.
   grads = jax.tree.map(np.ones_like, PARAMS)
-  new, want = apply(state, grads), apply(dense, grads)
+  new, want = step(state, grads), step(dense, grads)
   assert_trees_equal(new.params, want.params)
   # A table without a gradient, or with padding alone, stays.
   for none in (None, create_grads([-1, ROWS, ROWS + 7])["table"]):
-    new = apply(state, grads | {"table": none})
+    new = step(state, grads | {"table": none})
     assert_trees_equal(new.params["table"], state.params["table"])
     assert not np.any(new.opt_state[0].mu["table"])
     assert not np.array_equal(new.params["bias"], state.params["bias"])
   # Rows for an optimizer of whole arrays become one.
   with pytest.warns(UserWarning, match=r"table.*sparse=\["):
-    new = apply(dense, BATCHES[0])
-  want = apply(dense, jax.jit(fs.sparse.to_dense)(BATCHES[0]))
+    new = step(dense, BATCHES[0])
+  want = step(dense, jax.jit(fs.sparse.to_dense)(BATCHES[0]))
   assert_trees_equal(new.params, want.params)
 
 
@@ -235,15 +233,9 @@ def test_narrow_parameters_are_updated_as_whole_arrays_are(dtype, grad_dtype):
   params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
   grads = create_grads([7, 3, 0], dtype=grad_dtype) | {"bias": None}
 
-  @jax.jit
-  def apply_both(state, plain, grads):
-    dense = {**grads, "table": grads["table"].to_dense()}
-    return state.apply_gradients(grads=grads), plain.apply_gradients(
-      grads=dense
-    )
-
-  states = create(tx, params=params), create(tx, sparse=(), params=params)
-  new, plain = apply_both(*states, grads)
+  dense = {**grads, "table": jax.jit(fs.sparse.to_dense)(grads["table"])}
+  new = step(create(tx, params=params), grads)
+  plain = step(create(tx, sparse=(), params=params), dense)
   assert new.params["table"].dtype == dtype
   assert_trees_equal(new.params["table"], plain.params["table"])
 

@@ -165,8 +165,8 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
   """A step of two replicas is the mean of a step for each half of the batch."""
   state = create(NormedDropped())
   strategy = fs.Strategy(devices=jax.devices()[:2])
-  progress = strategy.distribute_values_from_function(
-    lambda context: steps.init_progress(TASK, 4)
+  progress = jax.tree.map(
+    lambda x: fs.PerReplica(np.stack([x, x])), steps.init_progress(TASK, 4)
   )
   new_state, progress = strategy.run(
     functools.partial(steps.train_step, TASK),

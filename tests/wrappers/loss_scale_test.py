@@ -99,59 +99,53 @@ def reference(rule, finite):
   return states
 
 
-DEFAULT = {"initial_scale": 1234.5, "growth_interval": 2}
+def rule_of(initial_scale=1234.5, growth_interval=2, **options):
+  return fs.DynamicLossScale(initial_scale, growth_interval, **options)
+
+
 RULES = [
-  fs.DynamicLossScale(**DEFAULT | options)
-  for options in (
-    {"growth_factor": 7.3},
-    {"growth_factor": 3.0, "growth_interval": 1},
-    {"growth_factor": 1.5, "backoff_factor": 0.9, "growth_interval": 3},
-    {"growth_factor": 1.0001, "backoff_factor": 1 / 3},
-    {"hysteresis": 2, "growth_interval": 3},
-    {"hysteresis": 3, "growth_interval": 5},
-    {"min_scale": 1.5, "backoff_factor": 0.25},
-    {"min_scale": 0.25, "initial_scale": 1.0, "growth_interval": 4},
-    # Not clamped to 2000, nor to infinity.
-    {"max_scale": 2000.0, "growth_factor": 4.0, "growth_interval": 1},
-    {"initial_scale": 2.0**126, "growth_interval": 1},
-    {"max_scale": 1234.5 * 4},
-  )
+  rule_of(growth_factor=7.3),
+  rule_of(growth_factor=3.0, growth_interval=1),
+  rule_of(growth_factor=1.5, backoff_factor=0.9, growth_interval=3),
+  rule_of(growth_factor=1.0001, backoff_factor=1 / 3),
+  rule_of(hysteresis=2, growth_interval=3),
+  rule_of(hysteresis=3, growth_interval=5),
+  rule_of(min_scale=1.5, backoff_factor=0.25),
+  rule_of(min_scale=0.25, initial_scale=1.0, growth_interval=4),
+  # Not clamped to 2000, nor to infinity.
+  rule_of(max_scale=2000.0, growth_factor=4.0, growth_interval=1),
+  rule_of(initial_scale=2.0**126, growth_interval=1),
+  rule_of(max_scale=1234.5 * 4),
 ]
+
+
+@jax.jit
+def update_all(states, ok):
+  return [r.update(x, ok) for r, x in zip(RULES, states, strict=True)]
 
 
 def test_states_equal_a_float32_reference():
   finite = np.random.default_rng(0).random(200) < 0.7
+  firsts = [scale_state(create({"w": np.ones(1)}, scale=r)) for r in RULES]
+  wanted = [
+    type(firsts[0])(*map(np.array, zip(*reference(rule, finite), strict=True)))
+    for rule in RULES
+  ]
+  assert firsts == [jax.tree.map(lambda x: x[0], x) for x in wanted]
+  assert min(len(set(x.scale)) for x in wanted) > 2
   # XLA may round differently in a compiled loop, for many scales at once, and
   # step by step.
-  scan = lambda rule, first: jax.lax.scan(
-    lambda state, ok: (rule.update(state, ok),) * 2, first, finite
-  )
-  many = lambda rule, before: jax.vmap(rule.update)(before, finite)
-  firsts, wanted = [], []
-  for rule in RULES:
-    states = reference(rule, finite)
-    firsts.append(scale_state(create({"w": np.ones(1, "f")}, scale=rule)))
-    assert firsts[-1] == states[0]
-    make = type(firsts[-1])
-    wanted.append(make(*map(np.array, zip(*states, strict=True))))
-    assert len(set(wanted[-1].scale)) > 2
-  of_all = lambda fn: (
-    lambda states, *args: [
-      fn(rule, state, *args) for rule, state in zip(RULES, states, strict=True)
-    ]
-  )
+  body = lambda states, ok: (update_all(states, ok),) * 2
+  loops = jax.jit(lambda: jax.lax.scan(body, firsts, finite)[1])()
   before = jax.tree.map(lambda x: x[:-1], wanted)
-  loops = [states for _, states in jax.jit(of_all(scan))(firsts)]
-  for found in (loops, jax.jit(of_all(many))(before)):
-    for rule, got, states in zip(RULES, found, wanted, strict=True):
-      assert got.scale.dtype == np.float32
-      for x, y in zip(got, states, strict=True):
-        np.testing.assert_array_equal(x, y[1:], err_msg=str(rule))
-  step = jax.jit(of_all(lambda rule, state, ok: rule.update(state, ok)))
+  after = jax.tree.map(lambda x: x[1:], wanted)
+  for found in (loops, jax.vmap(update_all)(before, finite)):
+    assert {x.scale.dtype for x in found} == {np.dtype(np.float32)}
+    jax.tree.map(np.testing.assert_array_equal, found, after)
   states = firsts
-  for i, ok in enumerate(finite[:50], 1):
-    states = step(states, ok)
-    assert [x.scale for x in states] == [x.scale[i] for x in wanted]
+  for i, ok in enumerate(finite[:50]):
+    states = update_all(states, ok)
+    assert [x.scale for x in states] == [x.scale[i] for x in after]
 
 
 # The modes.
