@@ -30,7 +30,7 @@ def create(strategy=None, wrappers=(), tx=ADAM, **collections):
   per_replica = any(w.reduces != "before" for w in wrappers)
   state = fs.TrainState.create(
     apply_fn=None,
-    params=jax.tree.map(jnp.array, PARAMS),
+    params=dict(PARAMS),
     tx=tx,
     wrappers=wrappers,
     strategy=strategy if per_replica else None,

@@ -137,7 +137,7 @@ def test_dropout_depends_on_the_step_and_the_key():
 
 
 def test_evaluation_takes_unmasked_examples_and_running_statistics():
-  state, _ = run(create(NormedDropped()), [BATCH])
+  state, _ = jax.device_get(run(create(NormedDropped()), [BATCH]))
   stats, params = state.batch_stats["BatchNorm_0"], state.params
   x = (X - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
   x = x * params["BatchNorm_0"]["scale"] + params["BatchNorm_0"]["bias"]
@@ -185,7 +185,8 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
     found, *halves = (getattr(x, field) for x in (new_state, first, second))
     mean = jax.tree.map(lambda x, y: (x + y) / 2, *jax.device_get(halves))
     assert_trees_close(found, mean)
-  together = steps.combine_replicas(jax.device_get(progress))
+  combine = jax.jit(steps.combine_replicas)
+  together = combine(jax.device_get(progress))
   wanted = progress_0.metrics.merge(progress_1.metrics).compute()
   np.testing.assert_allclose(
     *([*x.values()] for x in (together.metrics.compute(), wanted)), rtol=1e-5
@@ -193,4 +194,4 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
   # The first bad step of all replicas is reported.
   for bad_steps, bad_step in (([0, 0], 0), ([9, 0], 9), ([9, 7], 7)):
     bad = progress._replace(bad_step=fs.PerReplica(np.array(bad_steps)))
-    assert steps.combine_replicas(jax.device_get(bad)).bad_step == bad_step
+    assert combine(jax.device_get(bad)).bad_step == bad_step
