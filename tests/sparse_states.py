@@ -1,5 +1,7 @@
 """A table, ids and a loss, for the tests of row-sparse gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,7 @@ def train_step(state, batch):
   return state.minimize(loss_fn, batch)
 
 
+@functools.cache
 def reference(tx, num_steps, dtype=jnp.float32):
   """Returns the parameters after steps of optax, with the whole gradient."""
   state = quadratic_states.create(tx=tx, params=params(dtype))

@@ -119,14 +119,13 @@ def count_at_restore(monkeypatch, shape) -> list[int]:
   counts = []
   restore = checkpoint.Checkpointer.restore
   gc.freeze()  # to collect new objects only, which is quick
-  earlier = jax.live_arrays()
+  earlier = {id(x): x for x in jax.live_arrays()}
 
   def count_and_restore(self, state, **kwargs):
     leaves = jax.tree.leaves(state)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     gc.collect()
-    known = set(map(id, earlier))
-    new = [x for x in jax.live_arrays() if id(x) not in known]
+    new = (x for x in jax.live_arrays() if id(x) not in earlier)
     counts.append(sum(x.shape == shape for x in new))
     return restore(self, state, **kwargs)
 

@@ -1,6 +1,5 @@
 """Frozen parameters, and learning rates by pattern."""
 
-import functools
 import re
 
 import jax
@@ -12,11 +11,11 @@ import tree_equality
 
 import flaxshard as fs
 
-_full = functools.partial(np.full, dtype=np.float32)
 PARAMS = {
-  "encoder": {"kernel": _full((4, 3), 0.5), "bias": _full(3, 0.25)},
-  "head": {"kernel": _full((3, 2), 0.125), "bias": _full(2, 1.0)},
+  "encoder": {"kernel": np.full((4, 3), 0.5), "bias": np.full(3, 0.25)},
+  "head": {"kernel": np.full((3, 2), 0.125), "bias": np.full(2, 1.0)},
 }
+PARAMS = jax.tree.map(np.float32, PARAMS)
 X = np.arange(8, dtype=np.float32).reshape(2, 4) / 8
 
 

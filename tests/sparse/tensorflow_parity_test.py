@@ -144,9 +144,10 @@ def slot(state, optimizer, name):
   return -np.asarray(value) if is_negative else value
 
 
-@pytest.mark.parametrize(
-  "is_slow", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
+SLOW_ONES = pytest.param(True, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("is_slow", [False, SLOW_ONES])
 def test_rows(is_slow):
   """Parameters and slots after each step of all optimizers."""
   states = {
@@ -165,14 +166,12 @@ def test_rows(is_slow):
     states = dict(zip(states, new, strict=True))
     for (api, name), state in states.items():
       for slot_name, wanted in FIGURES[api][name]["sparse"].items():
-        is_table = slot_name == "table"
-        np.testing.assert_allclose(
-          state.params["table"] if is_table else slot(state, name, slot_name),
-          np.array(wanted[step], np.float32),
-          rtol=1e-6,
-          atol=1e-6,
-          err_msg=f"{api} {name}: {slot_name} after step {step}",
+        is_table, where = slot_name == "table", f"{name}: {slot_name}, {step}"
+        found = (
+          state.params["table"] if is_table else slot(state, name, slot_name)
         )
+        figure = np.array(wanted[step], np.float32)
+        np.testing.assert_allclose(found, figure, 1e-6, 1e-6, err_msg=where)
 
 
 def test_clip_by_global_norm_takes_the_norm_of_summed_rows():

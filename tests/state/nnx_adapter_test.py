@@ -79,9 +79,8 @@ def test_calls_are_equal_to_calls_of_the_module(is_remat):
   assert ((np.asarray(again) == 0) != (np.asarray(out) == 0)).any()
 
 
-@pytest.mark.parametrize("is_remat", [False, True])
-def test_mode(is_remat):
-  module, same = make(is_remat=is_remat), make(is_remat=is_remat)
+def test_mode():
+  module, same = make(), make()
   apply_fn, variables = split(module)
   out = apply_fn(variables, X, mode="eval")
   same.eval()

@@ -45,7 +45,6 @@ ROWS = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     (EIGHT, None, np.stack([ROWS] * 8)),
     # Split over both axes, it stays so over the logical devices.
     (SPLIT, P("replica", "model"), ROWS.reshape(2, 4, 8)),
-    (SPLIT, P(("replica", "model")), ROWS.reshape(2, 4, 8)),
     (SPLIT, P(("model", "replica")), ROWS.reshape(2, 4, 8)),
     (SPLIT, P("model", "replica"), ROWS.reshape(8, 2, 4).swapaxes(0, 1)),
   ],

@@ -97,9 +97,7 @@ def test_memory_of_the_state_and_of_a_commit():
 
 @pytest.mark.parametrize("commit", ["mean", "sequential"])
 def test_logical_devices_exchange_their_shards(commit):
-  strategy = fs.Strategy(
-    mesh_shape={"replica": 2, "model": 2}, devices=jax.devices()[:4]
-  )
+  strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   sharding = jax.sharding.NamedSharding(strategy.mesh, P("model"))
   split = jax.tree.map(lambda x: jax.device_put(x, sharding), LAYER)
   wrapper = fs.AGN(3, commit=commit)
@@ -110,7 +108,7 @@ def test_logical_devices_exchange_their_shards(commit):
   assert total == half * {"mean": 1, "sequential": 5}[commit]
   # The values are those of replicas with one device.
   run_whole, whole, x_whole = create(
-    agn_problem.strategy_of(2), [wrapper], params={"layer": LAYER}
+    agn_problem.strategy_of(4), [wrapper], params={"layer": LAYER}
   )
   for _ in range(4):
     state, _ = run(state, x)

@@ -59,9 +59,6 @@ ORIGINALS = {"sgd": optax.sgd, "momentum": optax.sgd, "adam": optax.adam}
 HYPER = {"lr": "learning_rate", "beta1": "b1", "beta2": "b2", "epsilon": "eps"}
 
 
-first = lambda x: x[0]
-
-
 def original_loss(params, problem):
   if "v0" in problem:
     return sum((p * problem[k]).sum() for k, p in params.items())
@@ -85,13 +82,10 @@ def test_every_step_equals_that_of_the_original(workers):
       strategy=strategy,
     )
     states.append(state)
-    own = [
-      {k: np.float32(x) for k, x in problem.items()}
-      for problem in config["problem"]
-    ]
-    stacked = {k: np.stack([problem[k] for problem in own]) for k in own[0]}
+    rows = config["problem"]
+    stacked = {k: np.float32([row[k] for row in rows]) for k in rows[0]}
     problems.append(strategy.shard_batch(stacked))
-  one_step = lambda s, x: s.minimize(original_loss, jax.tree.map(first, x))[0]
+  one_step = lambda state, x: state.minimize(original_loss, x)[0]
   run = strategy.jit(lambda *both: [*map(one_step, *both)])
   close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
   steps = max(len(case["steps"]) for case in cases) // workers

@@ -280,7 +280,6 @@ def train_w_alone(tx):
     ),
     optax.MultiSteps(optax.adam(0.1), 2),
   ],
-  ids=["frozen", "inject", "multi_steps"],
 )
 def test_skipped_step_equals_training_without_its_batch(tx):
   state = create(PARAMS, tx, SCALE)
