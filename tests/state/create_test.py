@@ -304,7 +304,8 @@ def test_auto_loss_scale_follows_the_precision(name):
   shapes = jax.ShapeDtypeStruct(X.shape, X.dtype)
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    state = make(model, wrappers=[fs.LossScale("auto")], strategy=strategy)
+    auto = dict(wrappers=[fs.LossScale("auto")], strategy=strategy)
+    state = make(model, abstract=True, **auto)
     # It may be restored for an evaluation, which needs no scale.
     make(model, abstract=True)
   assert ("loss_scale" in state.metrics()) == (name in HALF)

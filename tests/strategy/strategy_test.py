@@ -192,7 +192,6 @@ def train_sparse(strategy, state, way):
     ("run", SPLIT, P("model", None), [fs.CrossShard(), DYNAMIC]),
     ("run_steps", SPLIT, P(None, "model"), [DYNAMIC]),
     ("jit", FOUR, P("replica", None), [DYNAMIC]),
-    ("jit", SPLIT, P("model", None), []),
   ],
 )
 def test_sparse_steps_equal_dense_steps_on_the_whole_batch(

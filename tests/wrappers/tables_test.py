@@ -1,6 +1,5 @@
 """Wrappers with gradients that are rows of a table."""
 
-import dataclasses
 import warnings
 
 import agn_problem
@@ -15,14 +14,6 @@ import sparse_states
 import tree_equality
 
 import flaxshard as fs
-
-
-@dataclasses.dataclass(frozen=True)
-class Sign(fs.wrappers.Base):
-  """Maps over all leaves, as a wrapper that knows no rows."""
-
-  def apply(self, state, target, grads, next):
-    return next(target, jax.tree.map(jnp.sign, grads)), state
 
 
 class Watch(fs.wrappers.Base):
@@ -53,7 +44,6 @@ def train(tx, *wrappers, replicas, sparse=("table",)):
     (optax.adam(0.1), fs.AGN(2, "mean"), True),
     (optax.adam(0.1), fs.AGN(2, "mean", transport="store"), True),
     (optax.adam(0.1), fs.Accumulate(2, per_replica=True), True),
-    (optax.adam(0.1), Sign(), True),
   ],
 )
 def test_steps_equal_those_of_whole_gradients(tx, wrapper, is_dense):
