@@ -7,8 +7,6 @@ import optax
 
 import flaxshard as fs
 
-P = jax.sharding.PartitionSpec
-
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(3, 16, 8)).astype(np.float32)
 Y = _rng.normal(size=(3, 16)).astype(np.float32)
@@ -38,7 +36,7 @@ def create(strategy=None, wrappers=(), tx=ADAM, **collections):
   )
   if strategy is None or per_replica:
     return state
-  return jax.device_put(state, jax.sharding.NamedSharding(strategy.mesh, P()))
+  return jax.device_put(state, jax.NamedSharding(strategy.mesh, jax.P()))
 
 
 def loss_fn(params, batch):

@@ -8,8 +8,6 @@ import numpy as np
 import optax
 import quadratic_states
 
-P = jax.sharding.PartitionSpec
-
 ROWS, WIDTH, BATCH = 48, 4, 16
 
 # Clipping needs the norm of the sum of all rows; zero gradients change nothing.
@@ -36,7 +34,7 @@ def batch(i):
 def create(strategy, tx, wrappers=(), spec=None, rows=ROWS, **kwargs):
   """Returns a state with a sparse table, split over the mesh by `spec`."""
   values = params(rows=rows)
-  sharding = jax.sharding.NamedSharding(strategy.mesh, spec or P())
+  sharding = jax.sharding.NamedSharding(strategy.mesh, spec or jax.P())
   values["table"] = jax.device_put(values["table"], sharding)
   return quadratic_states.create(
     wrappers, tx, values, strategy=strategy, sparse=["table"], **kwargs

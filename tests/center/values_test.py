@@ -15,7 +15,6 @@ from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
-P = jax.sharding.PartitionSpec
 FOUR = fs.Strategy(devices=jax.devices()[:4])
 SPLIT = fs.Strategy(
   mesh_shape={"replica": 2, "model": 2}, devices=jax.devices()[:4]
@@ -153,7 +152,7 @@ def test_a_lone_worker_equals_a_compiled_replica(params, tx, loss_fn):
 @pytest.mark.parametrize("view", ["run", "global", "split"])
 def test_replicas_of_a_process_take_one_step_together(view):
   strategy = SPLIT if view == "split" else FOUR
-  params, spec = PARAMS, P(None, "model") if view == "split" else P()
+  params, spec = PARAMS, jax.P(None, "model") if view == "split" else jax.P()
   if view == "split":
     sharding = jax.sharding.NamedSharding(SPLIT.mesh, spec)
     params = {**PARAMS, "w": jax.device_put(PARAMS["w"], sharding)}

@@ -13,7 +13,6 @@ import pytest
 
 import flaxshard as fs
 
-P = jax.sharding.PartitionSpec
 BAD = [np.inf, -np.inf, np.nan]
 SGD = optax.sgd(1.0)
 # A power of 2, by which no division rounds.
@@ -90,8 +89,8 @@ def test_flag_is_reduced_inside_shard_map():
   mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (4, 2)), ("x", "y"))
   ones = np.ones((4, 2), np.float32)
   state = create({"a": ones, "b": ones})
-  split = {"a": P("x", "y"), "b": P()}
-  specs = jax.tree.map(lambda _: P(), state).replace(params=split)
+  split = {"a": jax.P("x", "y"), "b": jax.P()}
+  specs = jax.tree.map(lambda _: jax.P(), state).replace(params=split)
   # JAX raises unless `step`, say, is equal on all devices.
   apply = jax.jit(
     jax.shard_map(

@@ -16,16 +16,18 @@ VALUES = np.arange(1.0, 15.0, dtype=np.float32).reshape(7, 2)
 INDICES = np.array([11, 3, 0, 3, 5, 12, -1])
 USED = [0, 3, 5, 11]
 SLICES = fs.IndexedSlices(INDICES, VALUES, TABLE.shape)
-DENSE = np.zeros_like(TABLE)
-np.add.at(DENSE, INDICES[:5], VALUES[:5])
 
 
 def dense(slices):
   """Returns the whole array, by NumPy."""
   array = np.zeros(slices.dense_shape, np.float32)
-  is_row = (slices.indices >= 0) & (slices.indices < len(array))
-  np.add.at(array, slices.indices[is_row], slices.values[is_row])
+  indices, values = jax.device_get((slices.indices, slices.values))
+  is_row = (indices >= 0) & (indices < len(array))
+  np.add.at(array, indices[is_row], values[is_row])
   return array
+
+
+DENSE = dense(SLICES)
 
 
 def test_deduplicated_is_sorted_unique_and_padded():

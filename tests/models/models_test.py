@@ -14,9 +14,8 @@ from flaxshard.core import jaxprs
 from flaxshard.core.policy import Policy
 from flaxshard.models import images
 
-_RNG = np.random.default_rng(1)
-IMAGES = _RNG.normal(size=(2, 16, 16, 3)).astype(np.float32)
-TOKENS = _RNG.integers(0, 50, (2, 12), np.int32)
+IMAGES = np.random.default_rng(1).normal(size=(2, 16, 16, 3)).astype("f")
+TOKENS = np.random.default_rng(1).integers(0, 50, (2, 12), np.int32)
 STAGES = {"stage_sizes": [1, 1], "width": 4}
 BLOCK = {"num_layers": 1, "num_heads": 2, "embed_dim": 16, "mlp_dim": 32}
 BLOCK["max_length"] = 16

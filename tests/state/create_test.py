@@ -297,6 +297,9 @@ OTHERS = {
 }
 
 
+AUTO = [fs.LossScale("auto")]
+
+
 @pytest.mark.parametrize("name", [*HALF, *OTHERS])
 def test_auto_loss_scale_follows_the_precision(name):
   model = (HALF | OTHERS)[name]
@@ -304,8 +307,7 @@ def test_auto_loss_scale_follows_the_precision(name):
   shapes = jax.ShapeDtypeStruct(X.shape, X.dtype)
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    auto = dict(wrappers=[fs.LossScale("auto")], strategy=strategy)
-    state = make(model, abstract=True, **auto)
+    state = make(model, wrappers=AUTO, strategy=strategy, abstract=True)
     # It may be restored for an evaluation, which needs no scale.
     make(model, abstract=True)
   assert ("loss_scale" in state.metrics()) == (name in HALF)

@@ -15,7 +15,6 @@ import flaxshard as fs
 from flaxshard.replicas.context import GRADIENTS
 from flaxshard.strategy import rewrites
 
-P = jax.sharding.PartitionSpec
 PARAMS = np.arange(8.0, dtype=np.float32).reshape(2, 4)
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3, 1)
 
@@ -120,7 +119,7 @@ def test_only_the_constraints_of_the_program_are_lowered():
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
 
   def step(x):
-    x = jax.lax.with_sharding_constraint(x + 1, P(None, "model"))
+    x = jax.lax.with_sharding_constraint(x + 1, jax.P(None, "model"))
     y = strategy.split_to_logical_devices(jax.nn.relu(x) * 3, [1, 2])
     return jax.lax.cond(y[0, 0] > 0, lambda v: v * 2, lambda v: v + 1, y)
 

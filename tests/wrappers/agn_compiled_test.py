@@ -104,8 +104,8 @@ def test_logical_devices_exchange_their_shards(commit):
   run, state, x = create(strategy, [wrapper], params={"layer": split})
   found = plans.collectives(run.lower(state, x).compile(), strategy.mesh)
   total = sum(c.result_bytes for c in found if "replica" in c.axes)
-  half = 4 * sum(p.size for p in jax.tree.leaves(LAYER)) // 2
-  assert total == half * {"mean": 1, "sequential": 5}[commit]
+  # Half of one of the three layers.
+  assert total == BYTES // 6 * {"mean": 1, "sequential": 5}[commit]
   # The values are those of replicas with one device.
   run_whole, whole, x_whole = create(
     agn_problem.strategy_of(4), [wrapper], params={"layer": LAYER}

@@ -17,7 +17,6 @@ from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
-P = jax.sharding.PartitionSpec
 FIGURES = pathlib.Path(__file__).parents[1] / "testdata" / "agn.json"
 LOCAL_SGD = fs.AGN(3, "mean", commit_delta=True, outer_tx=optax.sgd(1.0))
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -229,7 +228,7 @@ def test_collections_are_per_replica_and_averaged_by_a_commit():
     np.testing.assert_allclose(
       state.batch_stats["mean"], committed, rtol=1e-5, atol=1e-7
     )
-  assert stored.sharding.spec == P("replica")
+  assert stored.sharding.spec == jax.P("replica")
 
 
 def test_collections_of_one_replica_outside_of_run():
@@ -303,7 +302,7 @@ def test_an_update_that_depends_on_the_size_of_arrays():
   large = lambda params: jax.tree.map(lambda p: p.size > 12, params)
   tx = optax.chain(optax.add_decayed_weights(1.0, mask=large), optax.sgd(0.5))
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
-  sharding = jax.sharding.NamedSharding(strategy.mesh, P(None, "model"))
+  sharding = jax.sharding.NamedSharding(strategy.mesh, jax.P(None, "model"))
   w = jax.device_put(np.ones((8, 8), np.float32), sharding)
   state = create([fs.AGN(1)], {"w": w}, tx, strategy)
   state = apply(state, {"w": np.zeros((8, 8), "f")}, strategy)
