@@ -329,7 +329,8 @@ def test_one_nonfinite_shard_skips_the_step_on_every_shard():
   )
   ones = {
     "v": put(np.ones((8, 16), "f"), "x"),
-    "w": put(np.ones((16, 32), "f"), None, "x"),
+    # So large that the check is a product.
+    "w": put(np.ones((128, 256), "f"), None, "x"),
   }
   state = apply_step(create(ones, optax.adam(0.5)), ones)
   for name, x in ones.items():
