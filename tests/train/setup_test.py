@@ -14,7 +14,6 @@ from flaxshard.train import devices
 from flaxshard.train import setup as setup_lib
 from flaxshard.train.devices import Rank
 
-P = jax.sharding.PartitionSpec
 STORE = (("agn", {"communication_period": 2, "transport": "store"}),)
 
 
@@ -32,25 +31,25 @@ def create_setup(**fields):
   ("mesh", "pieces", "shape", "spec"),
   [
     # JAX runs with as many already.
-    ({"virtual_devices": 8}, None, {"replica": 8}, P("replica")),
-    ({"logical_devices": 3}, None, {"replica": 2, "m0": 3}, P("replica")),
+    ({"virtual_devices": 8}, None, {"replica": 8}, jax.P("replica")),
+    ({"logical_devices": 3}, None, {"replica": 2, "m0": 3}, jax.P("replica")),
     (
       {"logical_devices": 8},
       (1, 2, 4, 1),
       {"replica": 1, "m0": 2, "m1": 2, "m2": 2},
-      P(("replica",), "m0", ("m1", "m2"), None),
+      jax.P(("replica",), "m0", ("m1", "m2"), None),
     ),
     (
       {"logical_devices": 4},
       (2, 2, 1, 1),
       {"replica": 2, "m0": 2, "m1": 2},
-      P(("replica", "m0"), "m1", None, None),
+      jax.P(("replica", "m0"), "m1", None, None),
     ),
     (
       {"replica": 1, "axes": [["x", 2], ["y", 2]]},
       (1, 2, 2, 1),
       {"replica": 1, "x": 2, "y": 2},
-      P(("replica",), "x", "y", None),
+      jax.P(("replica",), "x", "y", None),
     ),
   ],
 )
@@ -62,7 +61,7 @@ def test_batches_are_split_over_the_mesh(mesh, pieces, shape, spec):
   assert used == jax.devices()[: len(used)]
   batch = setup.arguments[setup_lib.BATCH]
   specs = {key: x.sharding.spec for key, x in batch.items()}
-  assert specs == {"inputs": spec, "labels": P("replica")}
+  assert specs == {"inputs": spec, "labels": jax.P("replica")}
 
 
 def test_a_spatial_split_exchanges_borders_only():
