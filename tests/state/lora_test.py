@@ -11,6 +11,7 @@ import optax
 
 import flaxshard as fs
 
+P = jax.sharding.PartitionSpec
 STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
 TX = optax.adam(0.01)
 KEY = jax.random.key(0)
@@ -116,8 +117,8 @@ def test_stacked_layers_have_factors_each_that_are_split_as_their_kernels():
       fs.LoRA(4, 8, ("layers", "kernel$"), batch_dims=[("layers", 1)]),
       strategy=STRATEGY,
       rules=(
-        ("layers", jax.P(None, "replica", "model")),
-        ("head/kernel", jax.P("model")),
+        ("layers", P(None, "replica", "model")),
+        ("head/kernel", P("model")),
       ),
       abstract=is_abstract,
     )
@@ -127,11 +128,8 @@ def test_stacked_layers_have_factors_each_that_are_split_as_their_kernels():
     "layers": {"lora_a": (3, 32, 4), "lora_b": (3, 4, 32)},
     "head": {"kernel": {"lora_a": (32, 4), "lora_b": (4, 8)}},
   }
-  layers = {
-    "lora_a": jax.P(None, "replica"),
-    "lora_b": jax.P(None, None, "model"),
-  }
-  head = {"kernel": {"lora_a": jax.P("model"), "lora_b": jax.P()}}
+  layers = {"lora_a": P(None, "replica"), "lora_b": P(None, None, "model")}
+  head = {"kernel": {"lora_a": P("model"), "lora_b": P()}}
   for params in (state.params, abstract.params, state.opt_state[0].mu):
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
     assert specs == {"layers": layers, "head": head}
@@ -144,7 +142,7 @@ def test_stacked_layers_have_factors_each_that_are_split_as_their_kernels():
   merged = fs.merge_lora(state.replace(params=params, frozen=frozen))
   merged = merged["params"]["layers"]
   assert merged.sharding == frozen["layers"].sharding
-  assert merged.sharding.spec == jax.P(None, "replica", "model")
+  assert merged.sharding.spec == P(None, "replica", "model")
   a, b = params["layers"]["lora_a"], params["layers"]["lora_b"]
   wanted = frozen["layers"] + 2 * np.einsum("lir,lro->lio", a, b)
   np.testing.assert_allclose(merged, wanted, rtol=1e-4, atol=1e-4)
