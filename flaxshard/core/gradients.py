@@ -63,17 +63,9 @@ def optimized_params(params: PyTree) -> PyTree:
   return params
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-  """Returns the dtype that values of a dtype are summed or averaged in."""
-  # A sum in float16 or bfloat16 rounds away small gradients. Integers stay:
-  # float32 would not wrap around.
-  is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-  return jnp.dtype(jnp.float32) if is_narrow else dtype
-
-
 def widen(x: Any) -> Any:
   """Returns an array, or rows, in the dtype that they are summed in."""
-  return x.astype(accumulator_dtype(x.dtype))
+  return x.astype(trees.accumulator_dtype(x.dtype))
 
 
 def map_gradients(
@@ -135,17 +127,12 @@ def is_leaf(x: Any) -> bool:
 
 
 def deduplicate(grads: PyTree) -> PyTree:
-  """Sums the rows of equal numbers of each `IndexedSlices` in a tree.
-
-  Sums of float16 and bfloat16 are computed in float32.
-  """
-
-  def deduplicate_leaf(g: Any) -> Any:
-    if not is_indexed_slices(g) or g.is_unique:
-      return g
-    return widen(g).deduplicated().astype(g.dtype)
-
-  return jax.tree.map(deduplicate_leaf, grads, is_leaf=is_indexed_slices)
+  """Sums the rows of equal numbers of each `IndexedSlices` in a tree."""
+  return jax.tree.map(
+    lambda g: g.deduplicated() if is_indexed_slices(g) else g,
+    grads,
+    is_leaf=is_indexed_slices,
+  )
 
 
 # -- What an optimizer trains.
@@ -269,7 +256,7 @@ def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
   def zeros(path: trees.Path, p: Any) -> jax.Array | None:
     if is_statistic(path):
       return None
-    dtype = accumulator_dtype(trees.dtype_of(p))
+    dtype = trees.accumulator_dtype(trees.dtype_of(p))
     return jnp.zeros(jnp.shape(p), dtype)
 
   return jax.tree_util.tree_map_with_path(zeros, trained(tx, params))

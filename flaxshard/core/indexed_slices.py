@@ -171,7 +171,7 @@ class IndexedSlices:
     )
 
   def deduplicated(self) -> IndexedSlices:
-    """Sums the rows of equal numbers.
+    """Sums the rows of equal numbers, those of 16 bits in float32.
 
     Returns:
       Sorted, distinct row numbers, then padding: the number `dense_shape[0]`
@@ -195,11 +195,13 @@ class IndexedSlices:
     position = jnp.cumsum(jnp.diff(indices, prepend=indices[:1]) != 0)
     is_row = (indices < rows).reshape(-1, *[1] * (self.ndim - 1))
     values = jnp.where(is_row, self.values[order], 0)
+    values = values.astype(trees.accumulator_dtype(self.dtype))
+    sums = jax.ops.segment_sum(values, position, size, indices_are_sorted=True)
     return IndexedSlices(
       jnp.full(size, rows, indices.dtype)
       .at[position]
       .set(indices, mode="drop", indices_are_sorted=True),
-      jax.ops.segment_sum(values, position, size, indices_are_sorted=True),
+      sums.astype(self.dtype),
       self.dense_shape,
       is_unique=True,
     )

@@ -49,7 +49,6 @@ def update(
     `(updates, opt_state)`, with rows in `updates` where the gradients have
     rows.
   """
-  updates = gradients.deduplicate(updates)
   tables = {
     path: x.split(_num_parts(shardings.get(path)))
     for path, x in indexed_slices.find(updates).items()

@@ -40,6 +40,9 @@ def test_deduplicated_is_sorted_unique_and_padded():
   large = fs.IndexedSlices(np.int8([3, 0, 3]), VALUES[:3], (300, 2))
   rows = jax.jit(lambda s: s.deduplicated())(large)
   assert rows.indices.tolist() == [0, 3, 300]
+  # In bfloat16 256 + 1 is 256.
+  rows = fs.IndexedSlices([0] * 300, jnp.ones((300, 1)), (2, 1))
+  assert float(rows.astype(jnp.bfloat16).deduplicated().values[0, 0]) == 300
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
