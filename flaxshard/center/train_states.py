@@ -264,7 +264,7 @@ class Layout:
     if blend := self.agn.transport.blend:
       for path in center.keys() & self.sums.keys():
         mine = found[_local_path(path)]
-        dtype = trees.accumulator_dtype(mine.dtype)
+        dtype = gradients.accumulator_dtype(mine.dtype)
         a, b = (np.asarray(x, dtype) for x in (mine, center[path]))
         local[_local_path(path)] = blend * a + (1 - blend) * b
     commits = own.commits + (fragment == len(self.fragments) - 1)

@@ -195,7 +195,8 @@ class IndexedSlices:
     position = jnp.cumsum(jnp.diff(indices, prepend=indices[:1]) != 0)
     is_row = (indices < rows).reshape(-1, *[1] * (self.ndim - 1))
     values = jnp.where(is_row, self.values[order], 0)
-    values = values.astype(trees.accumulator_dtype(self.dtype))
+    if jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize < 4:
+      values = values.astype(jnp.float32)
     sums = jax.ops.segment_sum(values, position, size, indices_are_sorted=True)
     return IndexedSlices(
       jnp.full(size, rows, indices.dtype)

@@ -79,14 +79,6 @@ def dtype_of(leaf: Any) -> Any:
   return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-  """Returns the dtype that values of a dtype are summed or averaged in."""
-  # A sum in float16 or bfloat16 rounds away small gradients. Integers stay:
-  # float32 would not wrap around.
-  is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-  return jnp.dtype(jnp.float32) if is_narrow else dtype
-
-
 def is_array(leaf: Any) -> bool:
   """Returns whether a value is an array of numbers, or a number.
 

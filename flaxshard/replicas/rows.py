@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from flaxshard.core import gradients
-from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
@@ -79,7 +78,7 @@ def gather_is_smaller(slices: IndexedSlices, count: int) -> bool:
   """
   row = math.prod(slices.dense_shape[1:])
   gathered = (count - 1) * slices.indices.size * row * slices.dtype.itemsize
-  wide = trees.accumulator_dtype(slices.dtype).itemsize
+  wide = gradients.accumulator_dtype(slices.dtype).itemsize
   # An all-reduce scatters the sums, and gathers them. The row numbers are
   # gathered either way.
   reduced = 2 * (count - 1) * slices.dense_shape[0] * row * wide // count

@@ -288,7 +288,7 @@ class LossScale(base.Base):
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
       raise TypeError(f"loss must be floating-point, got {loss.dtype}.")
-    dtype = trees.accumulator_dtype(loss.dtype)
+    dtype = gradients.accumulator_dtype(loss.dtype)
     return loss.astype(dtype) * state.scale.astype(dtype)
 
   def unscale_gradients(self, state: State, grads: PyTree) -> PyTree:
