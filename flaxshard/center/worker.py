@@ -289,6 +289,7 @@ class Worker:
       with contextlib.suppress(store.StoreError):  # the store has warned
         found = heads.read(self._objects)
         if found.finished:
+          # Also if the state has it: steps after the end change collections.
           state = train_states.with_center(self._objects, found, state)
           self.is_finished = True
           break
@@ -454,7 +455,7 @@ class Worker:
     """Takes a commit that is due out of the state and starts its exchange."""
     # One at a time: until its result has come, the next one grows.
     state = self._receive(state, fragment)
-    if fragment in self._exchanges:
+    if fragment in self._exchanges or self.is_finished:
       return state
     state, commit = self._layout.take(state, fragment)
     commit["examples"] = self._examples[fragment]

@@ -187,7 +187,8 @@ def read_rows(
           row = None
         # The end of a line that was cut in two may be valid JSON, such as `5`.
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-          rows += [row] if row["step"] <= last_step else []
+          if row["step"] <= last_step:
+            rows.append(row)
         else:
           _log.warning("%s: ignored a broken line: %r", path, line)
   return rows
