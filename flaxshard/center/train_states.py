@@ -25,6 +25,7 @@ from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center.heads import Arrays
 from flaxshard.core import gradients
+from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.state import lora
@@ -264,7 +265,7 @@ class Layout:
     if blend := self.agn.transport.blend:
       for path in center.keys() & self.sums.keys():
         mine = found[_local_path(path)]
-        dtype = gradients.accumulator_dtype(mine.dtype)
+        dtype = indexed_slices.accumulator_dtype(mine.dtype)
         a, b = (np.asarray(x, dtype) for x in (mine, center[path]))
         local[_local_path(path)] = blend * a + (1 - blend) * b
     commits = own.commits + (fragment == len(self.fragments) - 1)

@@ -63,17 +63,9 @@ def optimized_params(params: PyTree) -> PyTree:
   return params
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-  """Returns the dtype that values of a dtype are summed or averaged in."""
-  # A sum in float16 or bfloat16 rounds away small gradients. Integers stay:
-  # float32 would not wrap around.
-  is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-  return jnp.dtype(jnp.float32) if is_narrow else dtype
-
-
 def widen(x: Any) -> Any:
   """Returns an array, or rows, in the dtype that they are summed in."""
-  return x.astype(accumulator_dtype(x.dtype))
+  return x.astype(indexed_slices.accumulator_dtype(x.dtype))
 
 
 def map_gradients(
@@ -264,7 +256,7 @@ def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
   def zeros(path: trees.Path, p: Any) -> jax.Array | None:
     if is_statistic(path):
       return None
-    dtype = accumulator_dtype(trees.dtype_of(p))
+    dtype = indexed_slices.accumulator_dtype(trees.dtype_of(p))
     return jnp.zeros(jnp.shape(p), dtype)
 
   return jax.tree_util.tree_map_with_path(zeros, trained(tx, params))

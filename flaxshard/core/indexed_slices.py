@@ -195,8 +195,7 @@ class IndexedSlices:
     position = jnp.cumsum(jnp.diff(indices, prepend=indices[:1]) != 0)
     is_row = (indices < rows).reshape(-1, *[1] * (self.ndim - 1))
     values = jnp.where(is_row, self.values[order], 0)
-    if jnp.issubdtype(self.dtype, jnp.floating) and self.dtype.itemsize < 4:
-      values = values.astype(jnp.float32)
+    values = values.astype(accumulator_dtype(self.dtype))
     sums = jax.ops.segment_sum(values, position, size, indices_are_sorted=True)
     return IndexedSlices(
       jnp.full(size, rows, indices.dtype)
@@ -350,6 +349,14 @@ class IndexedSlices:
       indices = indices.astype(jnp.int32)
     is_row = (indices >= 0) & (indices < rows)
     return jnp.where(is_row, indices, rows)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+  """Returns the dtype that values of a dtype are summed or averaged in."""
+  # A sum in float16 or bfloat16 rounds away small gradients. Integers stay:
+  # float32 would not wrap around.
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
 def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from flaxshard.core import gradients
+from flaxshard.core import indexed_slices
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
@@ -78,7 +79,7 @@ def gather_is_smaller(slices: IndexedSlices, count: int) -> bool:
   """
   row = math.prod(slices.dense_shape[1:])
   gathered = (count - 1) * slices.indices.size * row * slices.dtype.itemsize
-  wide = gradients.accumulator_dtype(slices.dtype).itemsize
+  wide = indexed_slices.accumulator_dtype(slices.dtype).itemsize
   # An all-reduce scatters the sums, and gathers them. The row numbers are
   # gathered either way.
   reduced = 2 * (count - 1) * slices.dense_shape[0] * row * wide // count

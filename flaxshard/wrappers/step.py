@@ -166,7 +166,7 @@ def weigh_loss(loss: Any, grad_loss: Any) -> Any:
   if grad_loss is None:
     return loss
   # A product or a sum in 16 bits could overflow.
-  dtype = gradients.accumulator_dtype(trees.dtype_of(loss))
+  dtype = indexed_slices.accumulator_dtype(trees.dtype_of(loss))
   return jnp.sum(jnp.asarray(loss, dtype) * jnp.asarray(grad_loss, dtype))
 
 
