@@ -112,6 +112,7 @@ def restore_step(
   saved = reader.open_step(where, plain_item)
   with multihost.raise_on_all_processes(*reader.ERRORS):
     position = None if data is None else items.read_position(data, where)
+  _check_names(where, saved, state)
   restored: Any = {}
   for name, one in items.by_name(state).items():
     label = f"{where}, state {name!r}" if name else where
@@ -121,6 +122,22 @@ def restore_step(
     with multihost.raise_on_all_processes(TypeError, ValueError):
       data.set_state(position)
   return restored if isinstance(state, Mapping) else restored[""]
+
+
+def _check_names(where: Any, saved: reader.Leaves, state: items.States) -> None:
+  """Raises a ValueError if a step has a dict of states and not one, or so."""
+  names = {path[0]: None for path in saved if path[1:2] == ("params",)}
+  names = {"": None} if ("step",) in saved else names
+  wanted = items.by_name(state)
+  if names and not wanted.keys() <= names.keys():
+    had, given = (
+      "one state" if "" in n else f"a dict of states {', '.join(map(repr, n))}"
+      for n in (names, wanted)
+    )
+    allowed = "that" if "" in names else "a dict of one or more of them"
+    raise ValueError(
+      f"{where} has {had}: state must be {allowed}, got {given}."
+    )
 
 
 def check_same(where: Any, state: items.States) -> None:

@@ -391,11 +391,6 @@ def _create_wrappers(config: Any) -> stack.Wrappers:
   of the update. A dynamic `LossScale` and what is around it stay outside.
   """
   wrappers = wrappers_lib.from_config(config.wrappers)
-  if any(isinstance(w, Accumulate) for w in wrappers):
-    raise ValueError(
-      "'accumulate' is not a wrapper of a training config; set "
-      "config.accumulate_steps, which the schedule depends on as well."
-    )
   if config.accumulate_steps == 1:
     return wrappers
   position = 0

@@ -160,7 +160,6 @@ def test_states_by_name(tmp_path):
   with fs.Checkpointer(tmp_path) as checkpointer:
     assert checkpointer.save(7, saved)
     restored = checkpointer.restore(make_two())
-    assert list(restored) == ["generator", "discriminator"]
     assert_trees_equal(restored, saved)
     assert not checkpointer.save(7, restored)
     with pytest.raises(ValueError, match="was saved from another state"):
@@ -178,8 +177,8 @@ def test_states_by_name(tmp_path):
   assert_trees_equal(jax.tree.map(np.asarray, found), plain)
   # Other states.
   for wanted, error, words in (
-    (states.weights(), ValueError, "step: missing"),
-    ({"critic": states.weights()}, ValueError, "'critic' .*step: missing"),
+    (states.weights(), ValueError, "'discriminator', 'generator'.* one state"),
+    ({"critic": states.weights()}, ValueError, "'generator'.*'critic'"),
     ({"generator": states.weights(size=4)}, ValueError, r"params/w: .*\(4,\)"),
     ({"generator": {"w": jnp.ones(2)}}, TypeError, "TrainState"),
     ({}, TypeError, "TrainState"),

@@ -49,8 +49,8 @@ def save(make_state, step=20, path="digits", metrics=None, **kwargs):
   return call
 
 
-def restore(path="digits", step=None, **kwargs):
-  return lambda runs: fs.checkpoint.restore(runs / path, create(**kwargs), step)
+def restore(path="digits", step=None, make=create, **kwargs):
+  return lambda runs: fs.checkpoint.restore(runs / path, make(**kwargs), step)
 
 
 def save_position(data):
@@ -106,6 +106,7 @@ MISTAKES = [
   (restore("digits/checkpoints/3", 12), ValueError, "checkpoints/3"),
   (restore(size=2), ValueError, r"/12 .*params/w: .*\(3,\).* \(2,\)"),
   (restore(tx=optax.sgd(0.1)), ValueError, "0/count: .* nothing is expected"),
+  (restore(make=dict, a=create()), ValueError, "has one state: .* states 'a'"),
   (restore(tx=OTHER), ValueError, "opt_state/1/0/count: missing"),
 ]
 

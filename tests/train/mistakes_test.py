@@ -101,6 +101,7 @@ def split(mesh, **pieces):
     ({"mesh": TWICE}, "config.mesh.logical_devices=2 config.mesh.axes=(('x',"),
     # Wrappers: a comma forgotten, and those that reduce gradients.
     ({"wrappers": ("loss_scale", {"scale": 1})}, "config.wrappers [1]"),
+    ({"wrappers": ("accumulate",)}, "config.wrappers: config.accumulate_steps"),
     ({"wrappers": ("ema", "agn")}, "config.wrappers: agn per_replica=True"),
     # Fields that need others or contradict them.
     ({"init_from": {"keep": ("b",)}}, "config.init_from.keep init_from.path"),
@@ -150,7 +151,6 @@ def test_check_names_a_field_its_value_and_what_is_allowed(fields, facts):
       {"mesh": {"per_replica": True}, "wrappers": (GROUPS,)},
       "config.wrappers: CrossShard group_assignment 8 replicas",
     ),
-    ({"wrappers": ("accumulate",)}, "config.wrappers: config.accumulate_steps"),
   ],
 )
 @pytest.mark.filterwarnings("ignore:CrossShard")

@@ -233,6 +233,11 @@ def _check_combinations(values: Mapping[str, Any]) -> None:
         "smaller values are better, or 'max'."
       )
   given = wrappers.from_config(values["wrappers"])
+  if any(isinstance(w, wrappers.Accumulate) for w in given):
+    raise ValueError(
+      "config.wrappers: 'accumulate' is not a wrapper of a training config; "
+      "set config.accumulate_steps, which the schedule depends on as well."
+    )
   names = [w.name for w in given if w.reduces in ("self", "local")]
   if names and values["mesh.replica"] != 1 and not values["mesh.per_replica"]:
     raise ValueError(
