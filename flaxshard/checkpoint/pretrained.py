@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections as collections_lib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ import re
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.checkpoint import reader
@@ -23,7 +25,6 @@ from flaxshard.checkpoint import steps
 from flaxshard.checkpoint.reader import Path
 from flaxshard.checkpoint.reader import WRAPPER_STATES
 from flaxshard.core import checks
-from flaxshard.core import gradients
 from flaxshard.core import multihost
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -35,8 +36,6 @@ _log = logging.getLogger(__name__)
 
 _State = TypeVar("_State")
 _T = TypeVar("_T")
-
-_all_finite = jax.jit(gradients.all_finite)
 
 # What a file of a whole training state has beside the model's variables.
 _TRAINING_STATE = ("step", "opt_state", WRAPPER_STATES, "dynamic_scale", "rngs")
@@ -126,8 +125,9 @@ def init_from(
       have in the model, after `transpose`: `[inputs, heads * features]` becomes
       `[inputs, heads, features]`.
     cast: Whether to cast to dtypes that cannot hold all values of the file's,
-      such as float32 to bfloat16. Wider dtypes need no permission. Values are
-      rounded; one that would become infinite is an error.
+      such as float32 to bfloat16. Wider dtypes need no permission. Numbers are
+      rounded to floating-point ones; one that would become infinite or another
+      integer, or lose its imaginary part, is an error.
 
   Returns:
     The state at step 0, or the tree, and a report. The report is also logged.
@@ -180,12 +180,12 @@ def init_from(
     raise ValueError(f"{where}: {e}") from e
   arrays = {}
   for name, x in reader.read(where, asked).items():
-    arrays[name] = y = _finish(x, axes[name], wanted[name])
+    in_file, want = asked[name][0].dtype, wanted[name]
     # What JAX holds in fewer bits than the file was cast as it was read.
-    in_file = asked[name][0].dtype
-    was_finite = x.dtype != in_file or _all_finite(x)
-    if y.dtype != in_file and was_finite and not _all_finite(y):
-      raise ValueError(f"{where}: {name} has values that overflow {y.dtype}.")
+    is_cast = x.dtype != in_file
+    if in_file != want.dtype and _has_lost(x, want.dtype, is_cast):
+      raise ValueError(f"{where}: {name} has values that {want.dtype} has not.")
+    arrays[name] = _finish(x, axes[name], want)
   used = {*sources.values()}
   report = InitReport(
     str(where),
@@ -440,6 +440,26 @@ def _asked(have: Any, axes: tuple[int, ...], want: jax.Array) -> reader.Asked:
   return jax.ShapeDtypeStruct(
     have.shape, jax.dtypes.canonicalize_dtype(have.dtype), sharding=sharding
   )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _has_lost(x: jax.Array, dtype: Any, is_cast: bool) -> jax.Array:
+  """Returns whether a cast to a dtype does more than round an array.
+
+  Args:
+    x: The array.
+    dtype: The dtype.
+    is_cast: Whether `x` is the result of a cast itself: infinities are new.
+  """
+  y = x.astype(dtype)
+  if jnp.issubdtype(dtype, jnp.inexact):
+    lost = ~jnp.isfinite(y) & (is_cast | jnp.isfinite(x))
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+      lost |= jnp.imag(x) != 0
+  else:
+    # A sign may be lost, and come back with the old dtype.
+    lost = (y.astype(x.dtype) != x) | ((y < 0) != (jnp.real(x) < 0))
+  return lost.any()
 
 
 def _finish(x: jax.Array, axes: tuple[int, ...], want: jax.Array) -> jax.Array:

@@ -127,8 +127,14 @@ def _place(where: Any, leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
       name = "/".join(path)
       raise ValueError(f"{where}: {name}: {number} is not exact in {x.dtype}.")
   if not isinstance(x, jax.Array):
+
+    def read_part(index: Any) -> Any:
+      part = x[index]
+      trees.check_integers(f"{where}: {'/'.join(path)}", part)
+      return part
+
     # Each device gets only its part.
-    x = jax.make_array_from_callback(leaf.shape, asked.sharding, x.__getitem__)
+    x = jax.make_array_from_callback(leaf.shape, asked.sharding, read_part)
   # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG key
   # is known only once it is read.
   if difference := trees.difference_by_path({path: x}, {path: asked}):
@@ -231,8 +237,9 @@ def _orbax_leaves(directory: Any, *at: str) -> Leaves:
         # In the saved dtype, so that `_place` notices a cast that changes it.
         if isinstance(x, ocp.metadata.value.ScalarMetadata):
           request = x.dtype.type(0).item()
-        elif leaves[(*at, *key)].is_number:
-          request = np.zeros((), x.dtype)
+        elif leaves[(*at, *key)].is_number or x.dtype in (np.int64, np.uint64):
+          # On the host, as Orbax too wraps integers around.
+          request = np.zeros(x.shape, x.dtype)
       requests.append(request)
     item = jax.tree.unflatten(jax.tree.structure(saved), requests)
     # Each leaf is in memory twice while it is read: as it was read, and as it
