@@ -162,13 +162,15 @@ class IndexedSlices:
     return self.map_values(lambda values: values.astype(dtype))
 
   def to_dense(self) -> jax.Array:
-    """Returns the whole array, with zeros in the rows that are not given."""
-    zeros = jnp.zeros(self.dense_shape, self.dtype)
-    return zeros.at[self._in_range()].add(
-      self.values,
-      mode="drop",
-      indices_are_sorted=self.is_unique and self.parts == 1,
-    )
+    """Returns the whole array, with zeros in the rows that are not given.
+
+    Rows of equal numbers are summed as by `deduplicated`.
+    """
+    values = self.values.astype(accumulator_dtype(self.dtype))
+    sums = jnp.zeros(self.dense_shape, values.dtype).at[self._in_range()]
+    is_sorted = self.is_unique and self.parts == 1
+    dense = sums.add(values, mode="drop", indices_are_sorted=is_sorted)
+    return dense.astype(self.dtype)
 
   def deduplicated(self) -> IndexedSlices:
     """Sums the rows of equal numbers, those of 16 bits in float32.
@@ -412,9 +414,11 @@ def global_norm(tree: PyTree) -> jax.Array:
     >>> float(sparse.global_norm({"table": slices}))
     2.0
   """
-  rows = lambda x: x.deduplicated().values if is_indexed_slices(x) else x
-  squares = [
-    jnp.sum(jnp.square(jnp.abs(rows(x))))
-    for x in jax.tree.leaves(tree, is_leaf=is_indexed_slices)
-  ]
-  return jnp.sqrt(sum(squares, start=jnp.zeros(())))
+
+  def sum_of_squares(x: Any) -> jax.Array:
+    x = x.deduplicated().values if is_indexed_slices(x) else jnp.asarray(x)
+    # The square of 300 overflows in float16.
+    return jnp.sum(jnp.square(jnp.abs(x.astype(accumulator_dtype(x.dtype)))))
+
+  leaves = jax.tree.leaves(tree, is_leaf=is_indexed_slices)
+  return jnp.sqrt(sum(map(sum_of_squares, leaves), start=jnp.zeros(())))
