@@ -131,7 +131,9 @@ class Optimizer(nnx.Optimizer[M]):
     if mesh is not None:
       stack.check_replicas(wrappers, num_replicas)
       param_specs = variables_lib.place_module(model, mesh, wrt, rules)
-    wrappers = stack.with_policy(wrappers, create.policy_of(model))
+    policy = create.policy_of(model)
+    create.warn_if_unscaled(policy, wrappers)
+    wrappers = stack.with_policy(wrappers, policy)
 
     super().__init__(model, tx, wrt=wrt, graph=graph)
     self.wrappers = nnx.static(wrappers)

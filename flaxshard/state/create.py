@@ -145,17 +145,8 @@ def create_train_state(
   )
   if abstract or mesh_lib.is_compile_only(mesh):
     return state
-  if (
-    init.policy is not None
-    and init.policy.compute_dtype == jnp.float16
-    and not any(isinstance(w, LossScale) for w in wrappers)
-  ):
-    # Not for an abstract state, which may be restored to be evaluated alone.
-    checks.warn(
-      "model: it computes in float16, where small gradients become zero, and "
-      "the loss is not scaled. Use wrappers=[LossScale('dynamic')], or "
-      "bfloat16."
-    )
+  # Not for an abstract state, which may be restored to be evaluated alone.
+  warn_if_unscaled(init.policy, wrappers)
 
   def create_fields(*args: Any) -> dict[str, PyTree]:
     given = init.initialize(*args)
@@ -296,6 +287,17 @@ def policy_of(model: Any) -> Policy | None:
       x for m in modules for x in vars(m).values() if isinstance(x, nn.Module)
     ]
   return Policy("mixed_float16") if any(map(_is_float16, modules)) else None
+
+
+def warn_if_unscaled(policy: Policy | None, wrappers: stack.Wrappers) -> None:
+  """Warns if a model of that policy needs a `LossScale` and has none."""
+  is_half = policy is not None and policy.compute_dtype == jnp.float16
+  if is_half and not any(isinstance(w, LossScale) for w in wrappers):
+    checks.warn(
+      "model: it computes in float16, where small gradients become zero, and "
+      "the loss is not scaled. Use wrappers=[LossScale('dynamic')], or "
+      "bfloat16."
+    )
 
 
 def _is_float16(module: Any) -> bool:

@@ -285,6 +285,8 @@ def test_auto_finds_float16_in_inner_modules():
   for module, names in ((half, {"loss_scale", "skipped_steps"}), (None, set())):
     _, optimizer = create([fs.LossScale("auto")], module)
     assert optimizer.metrics().keys() == names
+  with pytest.warns(match="computes in float16.*LossScale"):
+    create([fs.EMA()], half)
 
 
 def test_strategy_shards_parameters_and_slots():
@@ -324,9 +326,7 @@ def test_checkpointer_takes_the_module_and_the_optimizer(make, wrt, tmp_path):
 
 def test_state_of_many_layers():
   """Layers are counted by integers in NNX, and by strings in a TrainState."""
-  make = lambda seed: nnx.List(
-    [nnx.Linear(1, 1, rngs=nnx.Rngs(seed)) for _ in range(11)]
-  )
+  make = lambda seed: nnx.List([lora(seed) for _ in range(11)])
   state = create_state(make(0), wrappers=[fs.EMA(0.5)])
   # Every slot has a value of its own.
   leaves, treedef = jax.tree.flatten(state)
