@@ -104,7 +104,9 @@ def on_device(
     minimum=0,
     maximum=mesh.size // mesh.shape[mesh_lib.REPLICA] - 1,
   )
-  if not _is_concrete(*jax.tree.leaves(args)):
+  # Within `jax.set_mesh` JAX computes on all devices of the mesh.
+  is_set = jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+  if is_set or not _is_concrete(*jax.tree.leaves(args)):
     return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
   mesh_lib.check_can_run(method, mesh)
   # Auto axes: eager computations on a part of the devices cannot enter the

@@ -511,8 +511,9 @@ class Strategy:
     """Puts a tensor on one logical device of each replica.
 
     Outside of a trace the array is moved there. Operations on it run there, and
-    gradients flow back. In a trace JAX has no sharding on one of several
-    devices: the value is taken from that device, and all devices receive it.
+    gradients flow back. In a trace, and within `jax.set_mesh`, JAX has no
+    sharding on one of several devices: the value is taken from that device, and
+    all devices receive it.
     `on_logical_device` runs a function on that device alone in both cases.
 
     One program cannot update parameters on different devices: eagerly, give
@@ -542,9 +543,9 @@ class Strategy:
   ) -> PyTree:
     """Computes `fn(*args)` on one logical device of each replica.
 
-    In a trace that is a conditional, and all logical devices receive the
-    result. Outside of a trace the arguments are moved there, and the result
-    stays there.
+    In a trace, and within `jax.set_mesh(strategy.mesh)`, that is a conditional,
+    and all logical devices receive the result. Elsewhere the arguments are
+    moved there, and the result stays there.
 
     Args:
       logical_device_id: The number of the logical device.

@@ -196,16 +196,12 @@ def test_every_dtype_keeps_its_values(traced):
     return moved, S.on_logical_device(2, lambda v: v, moved)
 
   moved = (jax.jit(move_twice) if traced else move_twice)(VALUES)
-  for values in moved:
-    assert_trees_equal(values, jax.tree.map(jnp.asarray, VALUES))
+  assert_trees_equal(moved, (jax.tree.map(jnp.asarray, VALUES),) * 2)
   ids = list(range(8)) if traced else [2, 6]
   assert all(device_ids(x) == ids for x in moved[1].values())
 
 
-W = [
-  np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3),
-  np.linspace(1, 2, 3, dtype=np.float32),
-]
+W = [np.linspace(-1, 1, 12, dtype="f").reshape(4, 3), np.float32([1, 1.5, 2])]
 
 
 def two_stages(params, x):
@@ -230,10 +226,14 @@ def test_eager_gradients_are_on_the_devices_of_the_parameters():
 
 
 def test_traced_gradients():
+  grads = lambda f, x: jax.vmap(jax.grad(f), (None, 0))(W, x)
   staged, wanted = (
-    jax.jit(jax.vmap(jax.grad(f), (None, 0))) for f in (two_stages, one_stage)
+    functools.partial(grads, two_stages),
+    grads(one_stage, X / 32),
   )
-  assert_trees_close(staged(W, put_batch(S, X / 32)), wanted(W, X / 32))
+  assert_trees_close(jax.jit(staged)(put_batch(S, X / 32)), wanted)
+  with jax.set_mesh(S.mesh):
+    assert_trees_close(staged(X / 32), wanted)
 
 
 def test_function_runs_on_one_logical_device_of_each_replica():
