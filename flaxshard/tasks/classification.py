@@ -83,6 +83,8 @@ class Classification:
 
   def evaluate(self, evaluation: Evaluation) -> dict[str, float]:
     """Returns the means; warns if the model returns probabilities."""
+    if not evaluation.setup.num_eval_examples:
+      return {}
     means = evaluation.means(EvalMetrics)
     # All of them: logits do not come to exactly 1 by chance.
     if means.pop("probabilities") == 1 and self._num_classes > 1:

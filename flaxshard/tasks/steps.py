@@ -295,18 +295,18 @@ def evaluate(
   return metrics
 
 
-def check_metrics(setup: Setup) -> None:
+def check_metrics(setup: Setup, state: TrainState | None = None) -> None:
   """Raises if the evaluation will not have the metrics that a config names.
-
-  Those of a task with an `evaluate` of its own are not known yet.
 
   Args:
     setup: The setup of the config.
+    state: The state to evaluate if a task with an `evaluate` of its own may not
+      have a metric; None: that is not known yet.
 
   Raises:
     ValueError: There is no such metric.
   """
-  task = setup.task
+  config, task = setup.config, setup.task
   names = []
   if setup.num_eval_examples:
     fields = vars(task.metrics).get("__annotations__", {})
@@ -314,7 +314,11 @@ def check_metrics(setup: Setup) -> None:
   # A collection may compute other numbers than those of its fields.
   computes_fields = task.metrics.compute is clu_metrics.Collection.compute
   if task.evaluate is None and (computes_fields or not names):
-    _check_names(setup.config, names)
+    _check_names(config, names)
+  elif state is not None and not (
+    {config.best_metric, config.early_stopping.metric} <= {"none", *names}
+  ):
+    evaluate(setup, state)
 
 
 def _check_names(config: Any, names: Iterable[str]) -> None:

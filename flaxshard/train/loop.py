@@ -185,6 +185,8 @@ def _run(
     seconds = time.perf_counter() - start_time
     _log.info("compiled the train step in %.1f s", seconds)
     step = first_step
+    if not first_step:
+      steps.check_metrics(setup, state)
     if commits is not None:
       try:
         state, step = commits.start(state, first_step)

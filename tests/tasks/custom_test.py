@@ -181,9 +181,9 @@ def test_evaluate_returns_other_numbers_that_rate_checkpoints(tmp_path):
   largest = max(example["target"].max() for example in task.load_data().eval)
   assert row["eval_largest"] == pytest.approx(largest)
   assert {"eval_loss", "eval_distance"} <= row.keys()
-  wrong = {"best_metric": "eval_best", "best_mode": "max"}
   with pytest.raises(ValueError, match=r"best_metric='eval_best'.*largest"):
-    run(tmp_path / "wrong", task, 2, **wrong)
+    run(tmp_path / "wrong", task, 2, best_metric="eval_best", best_mode="max")
+  assert not tiny.rows(tmp_path / "wrong")
 
 
 ZEROS = {"inputs": np.zeros((8, 2)), "target": np.zeros(8)}
@@ -314,7 +314,6 @@ def label(value):
 
 TASK = f"{_THIS}:Task"
 WIDHT = {"name": TASK, "widht": 3}
-CNN = {"name": "cnn"}
 BEST = {"best_metric": "eval_los", "best_mode": "min"}
 EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
 
@@ -352,7 +351,7 @@ EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
     # Configs.
     (lambda: create_setup(task=WIDHT), ValueError, rf"\('{TASK}'\).*'widht'"),
     (lambda: create_setup(task=TASK, data="digits"), ValueError, "config.data"),
-    (lambda: create_setup(task=TASK, model=CNN), ValueError, "model.*Task"),
+    (lambda: create_setup(task=TASK, model="cnn"), ValueError, "model.*Task"),
     (lambda: create_setup(task=TASK, **BEST), ValueError, "best_.*'eval_loss'"),
     (lambda: create_setup(task="<a.B>"), ValueError, "'<a.B>'.*argument task"),
   ],

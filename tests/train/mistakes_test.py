@@ -61,7 +61,6 @@ BEST = {"best_metric": "eval_loss", "eval_every_steps": 3}
 TWICE = {"axes": (("x", 2),), "logical_devices": 2}
 GROUPS = ("cross_shard", {"group_assignment": ((2, 0), (3, 1))})
 EIGHT = {"logical_devices": 8}
-THREE = {"logical_devices": 3}
 AXIS = {"axes": (("x", 8),)}
 COSINE = {"name": "cosine", "warmup_steps": -1}
 RULES = (("kernell", ("replica",)),)
@@ -135,7 +134,7 @@ def test_check_names_a_field_its_value_and_what_is_allowed(fields, facts):
     (split(EIGHT, mask=(8,)), "config.mesh.split.mask inputs"),
     (split({}, inputs=(1, 2, 4, 1)), f"{INPUTS}(1, 4, (2, 8, 8, 1)"),
     (split(EIGHT, inputs=(2, 4)), f"{INPUTS}(2, dimension"),
-    (split(THREE, inputs=(3, 1, 1, 1)), f"{INPUTS}(3, divide"),
+    (split({"logical_devices": 3}, inputs=(3, 1, 1, 1)), f"{INPUTS}(3, divide"),
     (split(AXIS, inputs=(1, 2, 4, 1)), f"{INPUTS}(1, {{'x': 8}}"),
     # Model, data and optimizer.
     ({"model": {"name": "cnn", "depth": 3}}, "config.model 'depth'"),

@@ -142,3 +142,5 @@ def test_model_that_returns_probabilities_warns():
   with pytest.warns(UserWarning, match=r"config\.model .*logits"):
     row = steps.evaluate(setup, setup.create_state())
   assert row.keys() == {"eval_loss", "eval_accuracy"}
+  setup.num_eval_examples = 0
+  assert steps.evaluate(setup, setup.create_state()) == {}
