@@ -131,6 +131,8 @@ class Layout:
   def __init__(self, state: TrainState):
     # No arrays: they would stay in memory.
     self.shapes = jax.eval_shape(lambda x: x, state)
+    shapes, structure = jax.tree.flatten(self.shapes)
+    self._key = structure, *shapes
     self.agn, own = find(self.shapes)
     params = self.shapes.params
     if gradients.optimized_params(params) is not params:
@@ -166,6 +168,13 @@ class Layout:
         those = range(owner, owner + 1)
       for fragment in those:
         self.slots[fragment].append(path)
+
+  # Equal ones share compiled updates: several workers may be in a process.
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Layout) and self._key == other._key
+
+  def __hash__(self) -> int:
+    return hash(self._key)
 
   def center_of(self, state: TrainState, fragment: int) -> heads.Parts:
     """Returns a fragment of the center in a train state, with its slots."""
