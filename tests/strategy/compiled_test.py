@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import warnings
 import weakref
 
 import compilations
@@ -12,19 +11,13 @@ import numpy as np
 import pytest
 from regression import batch
 from regression import create
-from regression import loss_fn
 from regression import sharded
-from regression import split
 from regression import train_step
 
 import flaxshard as fs
 
-P = jax.sharding.PartitionSpec
-
 STRATEGY = fs.Strategy(devices=jax.devices()[:2])
 EIGHT = fs.Strategy()
-SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
-ONE = fs.Strategy(devices=jax.devices()[:1])
 ONES = np.ones(2, np.float32)
 
 
@@ -115,44 +108,7 @@ def test_what_is_compiled_for_a_dead_callable_serves_no_other():
     del fn, fns
 
 
-# -- Arguments: their shardings, donation, lowering.
-
-
-@pytest.mark.parametrize(
-  ("strategy", "spec", "donate"),
-  [
-    (EIGHT, None, 0),  # a state on one device
-    (EIGHT, P(None, "replica"), ()),
-    (SPLIT, P(("replica", "model")), 0),
-    (ONE, P("replica"), 0),
-  ],
-)
-def test_steps_compile_once(strategy, spec, donate):
-  traces = []
-
-  @functools.partial(strategy.jit, donate_argnums=donate)
-  def step(state, batch):
-    traces.append(state)
-    return state.minimize(loss_fn, batch)
-
-  state = create()
-  if spec is not None:
-    state = split(create(strategy), strategy.mesh, spec)
-  first = state
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")  # such as that donated buffers are not used
-    state, _ = step(state, sharded(strategy, 0))
-    with compilations.count() as compiled:
-      for i in (1, 2):
-        before = state
-        state, _ = step(state, sharded(strategy, i))
-        assert before.params["w1"].is_deleted() == (donate == 0)
-  assert compiled.total == 0
-  assert len(traces) == 1 and int(state.step) == 3
-  if donate == 0:
-    # Also if it was not on the mesh: it shared its memory with one that was.
-    with pytest.raises(ValueError, match="argument 0/step is deleted"):
-      step(first, sharded(strategy, 0))
+# -- Arguments. strategy_test.py has their shardings.
 
 
 def test_lower_accepts_shapes_and_aliases_a_donated_state():

@@ -2,6 +2,7 @@
 
 import re
 
+import compilations
 import jax
 import numpy as np
 import optax
@@ -88,24 +89,44 @@ def test_run_equals_one_device(strategy, step, wanted):
 
 
 @pytest.mark.parametrize(
-  ("strategy", "spec", "jit"),
+  ("strategy", "spec", "jit", "donate"),
   [
-    (SPLIT, P(("replica", "model")), SPLIT.jit),
-    (EXPLICIT, P("model", "replica"), EXPLICIT.jit),
-    (SPLIT, P(), jax.jit),
+    (FOUR, None, FOUR.jit, 0),  # a state on one device
+    (FOUR, P(None, "replica"), FOUR.jit, ()),
+    (ONE, P("replica"), ONE.jit, 0),
+    (SPLIT, P(("replica", "model")), SPLIT.jit, 0),
+    (EXPLICIT, P("model", "replica"), EXPLICIT.jit, 0),
+    (SPLIT, P(), jax.jit, 0),
   ],
 )
-def test_sharded_state_equals_one_device_and_stays_sharded(
-  strategy, spec, jit, wanted
+def test_steps_on_any_sharding_equal_one_device_and_compile_once(
+  strategy, spec, jit, donate, wanted
 ):
-  state = split(create(strategy, [DYNAMIC]), strategy.mesh, spec)
-  step = jit(train_step, donate_argnums=0)
-  for i in range(3):
-    state, _ = jax.block_until_ready(step(state, sharded(strategy, i)))
+  first = state = create(wrappers=[DYNAMIC])
+  if spec is not None:
+    first = state = split(create(strategy, [DYNAMIC]), strategy.mesh, spec)
+  traced = []
+
+  def traced_step(*args):
+    traced.append(args)
+    return train_step(*args)
+
+  step = jit(traced_step, donate_argnums=donate)
+  state, _ = jax.block_until_ready(step(state, sharded(strategy, 0)))
+  with compilations.count() as compiled:
+    for i in (1, 2):
+      before = state
+      state, _ = jax.block_until_ready(step(state, sharded(strategy, i)))
+      assert before.params["w1"].is_deleted() == (donate == 0)
+  assert (len(traced), compiled.total) == (1, 0)
   assert_trees_close(state, wanted[0])
   for matrix in (state.params["w1"], state.opt_state[0].nu["w1"]):
-    where = jax.sharding.NamedSharding(strategy.mesh, spec)
+    where = jax.sharding.NamedSharding(strategy.mesh, spec or P())
     assert matrix.sharding.is_equivalent_to(where, 2)
+  if donate == 0 and jit is not jax.jit:
+    # Also if it was not on the mesh: it shared its memory with one that was.
+    with pytest.raises(ValueError, match="argument 0/step is deleted"):
+      step(first, sharded(strategy, 0))
 
 
 def sparse_state_and_batch():

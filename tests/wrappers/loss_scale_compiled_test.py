@@ -1,13 +1,14 @@
 """The compiled step of LossScale: its branch, memory, and 16-bit gradients."""
 
+import functools
 import math
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 from tree_equality import assert_trees_close
 
 import flaxshard as fs
@@ -44,26 +45,25 @@ def test_donated_adam_state_is_updated_in_place_in_a_branch():
 # 16-bit gradients enter the branch in 16 bits; no result changes.
 
 # No power of two: a division by it rounds.
-RULE = fs.DynamicLossScale(initial_scale=123.4, growth_factor=7.3)
+SCALE = fs.LossScale(fs.DynamicLossScale(123.4, growth_factor=7.3))
+ADAM = optax.adam(0.1)
 
 
-class Model(nn.Module):
-  """Uses the kernel `twice` twice, and `scale` in float32."""
+def grid(*shape):
+  return np.linspace(-0.5, 0.7, math.prod(shape), dtype="f").reshape(shape)
 
-  dtype: str
 
-  @nn.compact
-  def __call__(self, x):
-    narrow = lambda x: x.astype(self.dtype)
-    grid = lambda key, shape: jnp.linspace(
-      -0.5, 0.7, math.prod(shape), dtype=jnp.float32
-    ).reshape(shape)
-    once = self.param("once", grid, (4, 8))
-    twice = self.param("twice", grid, (8, 8))
-    scale = self.param("scale", grid, (8,))
-    x = nn.relu(narrow(x) @ narrow(once)) @ narrow(twice)
-    x = jax.checkpoint(jnp.multiply)(x.astype(jnp.float32), scale)
-    return narrow(x) @ narrow(twice)
+PARAMS = {"once": grid(4, 8), "twice": grid(8, 8), "scale": grid(8)}
+
+
+def loss_of(params, dtype, x, weight):
+  """Uses `twice` twice, and `scale` in float32."""
+  narrow = lambda x: x.astype(dtype)
+  y = jax.nn.relu(narrow(x) @ narrow(params["once"])) @ narrow(params["twice"])
+  y = jax.checkpoint(jnp.multiply)(y.astype("float32"), params["scale"])
+  y = (narrow(y) @ narrow(params["twice"])).astype("float32")
+  # `weight` lets the gradient overflow.
+  return ((y - np.repeat(x, 2, axis=1)) ** 2).mean() * weight
 
 
 class Halve(fs.wrappers.Base):
@@ -74,28 +74,12 @@ class Halve(fs.wrappers.Base):
     return grads
 
 
-def create(dtype, *wrappers):
-  return fs.create_train_state(
-    Model(dtype),
-    jax.random.key(0),
-    jnp.ones((1, 4)),
-    optax.adam(0.1),
-    wrappers=[*wrappers, fs.LossScale(RULE)],
-  )
-
-
-def loss_of(params, state, x, weight):
-  out = state.apply_fn({"params": params}, x).astype(jnp.float32)
-  # `weight` lets the gradient overflow.
-  return ((out - np.repeat(x, 2, axis=1)) ** 2).mean() * weight
-
-
 def minimize(state, *batch):
-  return state.minimize(loss_of, state, *batch)[0]
+  return state.minimize(loss_of, *batch)[0]
 
 
 def clipped(state, *batch):
-  _, grads = state.value_and_grad(loss_of, state, *batch)
+  _, grads = state.value_and_grad(loss_of, *batch)
   grads = jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)
   return state.apply_gradients(grads=grads)
 
@@ -105,7 +89,7 @@ def half(state):
 
 
 def scaled_gradients(state, params, *batch):
-  loss = lambda params: state.scale_loss(loss_of(params, state, *batch))
+  loss = lambda params: state.scale_loss(loss_of(params, *batch))
   return jax.grad(loss)(params)
 
 
@@ -114,6 +98,7 @@ def by_hand(state, *batch):
   return state.apply_gradients(grads=state.unscale_gradients(grads))
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def in_float32(state, params, *batch):
   """A step that divides the gradients by the scale before it gives them."""
   grads = scaled_gradients(state, params, *batch)
@@ -123,21 +108,22 @@ def in_float32(state, params, *batch):
 
 
 @pytest.mark.parametrize(
-  ("step", "model", "entered"),
+  ("step", "dtype", "wrappers", "entered"),
   [
     # `twice` has a sum of two gradients, in float32; `scale` has no 16 bits.
-    (minimize, ["float16"], ["float16", "float32", "float32"]),
-    (minimize, ["bfloat16"], ["bfloat16", "float32", "float32"]),
-    (minimize, ["float16", Halve()], ["float32"] * 3),
-    (clipped, ["float16"], ["float32"] * 3),
+    (minimize, "float16", [], ["float16", "float32", "float32"]),
+    (minimize, "bfloat16", [], ["bfloat16", "float32", "float32"]),
+    (minimize, "float16", [Halve()], ["float32"] * 3),
+    (clipped, "float16", [], ["float32"] * 3),
     # Gradients of 16-bit parameters.
-    (by_hand, ["float32"], ["float16"] * 3),
+    (by_hand, "float32", [], ["float16"] * 3),
   ],
 )
-def test_gradients_enter_the_branch_in_16_bits(step, model, entered):
-  state = create(*model)
+def test_gradients_enter_the_branch_in_16_bits(step, dtype, wrappers, entered):
+  state = quadratic_states.create([*wrappers, SCALE], ADAM, PARAMS)
   x = np.random.default_rng(0).normal(size=(4, 16, 4)).astype(np.float32)
-  program = jax.make_jaxpr(step)(state, x[0], 1.0)
+  narrow = jax.jit(step, static_argnums=1)
+  program = narrow.trace(state, dtype, x[0], 1.0).jaxpr
   (cond,) = [e for e in program.eqns if e.primitive.name == "cond"]
   dtypes = [x.aval.dtype.name for x in cond.invars if x.aval.ndim]
   # Parameters and the two slots of Adam are float32.
@@ -146,11 +132,10 @@ def test_gradients_enter_the_branch_in_16_bits(step, model, entered):
   assert sorted(dtypes) == entered
   if step is clipped:
     return
-  narrow, wide = jax.jit(step), jax.jit(in_float32)
   for i, weight in enumerate((1.0, 0.5, 3e38, 2.0)):
     params = half(state) if step is by_hand else state.params
-    wanted = wide(state, params, x[i], weight)
-    state = narrow(state, x[i], weight)
+    wanted = in_float32(state, params, dtype, x[i], weight)
+    state = narrow(state, dtype, x[i], weight)
     # XLA fuses the division with the optimizer, and may round the last bit
     # differently. 16 bits would differ by 5e-4.
     assert_trees_close(state, wanted, rtol=2e-6, atol=1e-7)

@@ -27,9 +27,11 @@ def create(tx, *wrappers, params=None, sparse=("table",), strategy=None):
   )
 
 
-def train(tx, *wrappers, replicas, sparse=("table",)):
-  strategy = agn_problem.strategy_of(replicas)
-  state = create(tx, *wrappers, sparse=sparse, strategy=strategy)
+def train(tx, wrapper, sparse=("table",)):
+  strategy = agn_problem.strategy_of(4)
+  state = create(
+    tx, fs.LossScale(8.0), wrapper, sparse=sparse, strategy=strategy
+  )
   run = strategy.jit(sparse_states.train_step)
   for i in range(3):
     state, _ = run(state, strategy.shard_batch(sparse_states.batch(i)))
@@ -44,17 +46,21 @@ def train(tx, *wrappers, replicas, sparse=("table",)):
     (optax.adam(0.1), fs.AGN(2, "mean"), True),
     (optax.adam(0.1), fs.AGN(2, "mean", transport="store"), True),
     (optax.adam(0.1), fs.Accumulate(2, per_replica=True), True),
+    (optax.adagrad(0.1), fs.CrossShard("sum", ((0, 2), (1, 3))), False),
   ],
 )
+@pytest.mark.filterwarnings("ignore:CrossShard")
 def test_steps_equal_those_of_whole_gradients(tx, wrapper, is_dense):
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    state = train(tx, fs.LossScale(8.0), wrapper, replicas=2)
+    warnings.filterwarnings("ignore", "CrossShard")
+    state = train(tx, wrapper)
   words = f"'{wrapper.name}'", "table", "takes_indexed_slices"
   said = [all(x in str(w.message) for x in words) for w in caught]
   assert said == [True] * is_dense
-  dense = train(tx, fs.LossScale(8.0), wrapper, replicas=2, sparse=())
+  dense = train(tx, wrapper, sparse=())
   for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(dense), strict=True):
+    x, y = grouped.on_each(x), grouped.on_each(y)
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
@@ -72,21 +78,6 @@ def test_a_wrapper_that_takes_rows_gets_rows(wrapper):
   tree_equality.assert_trees_equal(
     new.params["table"][unused], state.params["table"][unused]
   )
-
-
-@pytest.mark.filterwarnings("ignore:CrossShard")
-def test_groups_reduce_rows_as_they_reduce_arrays():
-  wrapper = fs.CrossShard("sum", grouped.HALVES)
-  rows, dense = (
-    train(optax.adagrad(0.1), wrapper, replicas=8, sparse=sparse).params[
-      "table"
-    ]
-    for sparse in (["table"], [])
-  )
-  rows, dense = grouped.on_each(rows), grouped.on_each(dense)
-  np.testing.assert_allclose(rows, dense, rtol=1e-6, atol=1e-6)
-  assert not np.allclose(rows[0], rows[1])
-  np.testing.assert_array_equal(rows[0], rows[2])
 
 
 def test_small_gradients_of_rows_in_float16():
