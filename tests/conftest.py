@@ -47,7 +47,7 @@ def servers():
 
 
 @pytest.fixture(scope="session")
-def _program_server():
+def program_server():
   import forked_programs
 
   with forked_programs.Programs() as started:
@@ -55,7 +55,7 @@ def _program_server():
 
 
 @pytest.fixture
-def programs(_program_server):
+def programs(program_server):
   """A `forked_programs.Programs`, whose programs end with the test."""
-  yield _program_server
-  _program_server.kill()
+  yield program_server
+  program_server.kill()

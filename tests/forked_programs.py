@@ -1,4 +1,4 @@
-"""Starts programs `flaxshard` fast: forks of one process that has imported it.
+"""Starts programs fast: forks of one process that has imported flaxshard.
 
 Each has a JAX of its own: the process that forks has not started any. What one
 has compiled, the others read.
@@ -31,7 +31,7 @@ from flaxshard.train import command_line, commits, loop
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 while line := sys.stdin.readline():
-  arguments, folder, output, environ = json.loads(line)
+  arguments, folder, output, environ, script = json.loads(line)
   if os.fork():
     continue
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -51,6 +51,8 @@ while line := sys.stdin.readline():
     os.dup2(file.fileno(), 2)
   sys.path.insert(0, folder)
   sys.argv[1:] = arguments
+  if script:
+    sys.exit(exec(script, {"__name__": "__main__"}))
   runpy.run_module("flaxshard", run_name="__main__", alter_sys=True)
 """
 
@@ -64,7 +66,7 @@ class Program:
   """
 
   def __init__(self, pid: int, output: pathlib.Path):
-    self._pid = pid
+    self.pid = pid
     self._output = output
     self._code = pathlib.Path(f"{output}.code")
 
@@ -77,7 +79,7 @@ class Program:
     return self._code.exists()
 
   def send(self, signum: int) -> None:
-    os.kill(self._pid, signum)
+    os.kill(self.pid, signum)
 
   def wait(self, seconds: float = _SECONDS) -> int:
     """Waits for the end; returns the exit code."""
@@ -98,16 +100,21 @@ class Program:
 
 
 class Programs:
-  """Starts programs; leaving the `with` block ends all of them."""
+  """Starts programs; leaving the `with` block ends all of them.
+
+  Attributes:
+    folder: Path of a folder, with what the programs print.
+  """
 
   def __enter__(self) -> Programs:
     self._started: list[Program] = []
-    self._cache = tempfile.TemporaryDirectory()
+    self._temporary = tempfile.TemporaryDirectory()
+    self.folder = self._temporary.name
     self._server = subprocess.Popen(
       [sys.executable, "-c", _SERVER],
       env={
         **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": self._cache.name,
+        "JAX_COMPILATION_CACHE_DIR": f"{self.folder}/jax",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'tests'}",
@@ -123,7 +130,7 @@ class Programs:
     self.kill()
     self._server.kill()
     self._server.communicate()
-    self._cache.cleanup()
+    self._temporary.cleanup()
 
   def kill(self) -> None:
     """Kills what has not ended."""
@@ -131,12 +138,16 @@ class Programs:
       program.kill()
 
   def start(
-    self, folder: pathlib.Path, *arguments: str, **environ: str
+    self,
+    folder: str | pathlib.Path,
+    *arguments: str,
+    script: str = "",
+    **environ: str,
   ) -> Program:
-    """Starts `flaxshard` with arguments in a folder."""
-    output = folder / f"output_{len(self._started)}"
+    """Starts `flaxshard`, or a script, with arguments in a folder."""
+    output = pathlib.Path(self.folder, f"output_{len(self._started)}")
     output.touch()
-    request = [arguments, str(folder), str(output), environ]
+    request = [arguments, str(folder), str(output), environ, script]
     self._server.stdin.write(json.dumps(request) + "\n")
     self._server.stdin.flush()
     program = Program(int(self._server.stdout.readline()), output)

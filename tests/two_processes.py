@@ -1,11 +1,10 @@
 """Runs a script in processes connected by `jax.distributed`: two by default."""
 
-from concurrent import futures
 import socket
-import subprocess
-import sys
 
-_TIMEOUT = 240  # seconds
+from forked_programs import Program
+from forked_programs import Programs
+from forked_programs import wait_until
 
 # `rank` is the index of the process, `sys.argv[1]` the port. A process that
 # raises exits at once: the regular exit of JAX waits for the other process.
@@ -28,18 +27,44 @@ if processes > 1:
 """
 
 
+def free_port() -> int:
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    return s.getsockname()[1]
+
+
+def start(
+  programs: Programs, script: str, *args: str, processes: int = 2
+) -> list[Program]:
+  """Starts a script in several processes.
+
+  Args:
+    programs: Starts them.
+    script: Python code. `sys.argv[1]` is a port, `sys.argv[2]` the index.
+    *args: Further arguments, from `sys.argv[3]` on.
+    processes: Number of processes.
+  """
+  port = str(free_port())
+  return [
+    programs.start(programs.folder, port, str(rank), *args, script=script)
+    for rank in range(processes)
+  ]
+
+
 def run(
+  programs: Programs,
   script: str,
   *args: str,
   processes: int = 2,
   devices: int = 2,
   logs_errors: bool = False,
-) -> list[tuple[str, str]]:
+) -> list[str]:
   """Runs a script in several processes and asserts that all succeed.
 
   They are ended after four minutes.
 
   Args:
+    programs: Starts them.
     script: Python code, run after `PREAMBLE`.
     *args: Further arguments, from `sys.argv[3]` on.
     processes: Number of processes.
@@ -47,56 +72,21 @@ def run(
     logs_errors: Whether Orbax logs errors that the script expects.
 
   Returns:
-    `(standard output, standard error)` of each process.
+    What each process prints.
   """
   code = f"{processes=}; {devices=}\n{PREAMBLE}{script}"
-  ended = _run(code, args, processes, end_all=True)
-  for returncode, _, err in ended:
-    assert not returncode, ended
+  started = start(programs, code, *args, processes=processes)
+
+  def is_over():
+    codes = [program.wait() for program in started if program.has_ended]
+    # The others would wait for one that has failed.
+    return any(codes) or len(codes) == processes
+
+  wait_until(is_over, "end", *started, seconds=240)
+  printed = [program.kill() for program in started]
+  assert not any(program.wait() for program in started), printed
+  for text in printed:
     # Also one that Python prints after a successful run, at the exit.
-    assert logs_errors or "Traceback" not in err, err
-    assert "Fatal Python" not in err, err
-  return [(out, err) for _, out, err in ended]
-
-
-def run_until_end(script: str, *args: str) -> list[tuple[int, str]]:
-  """Runs a script in two processes, which may fail.
-
-  Args:
-    script: Python code. `sys.argv[1]` is the port, `sys.argv[2]` the index.
-    *args: Further arguments, from `sys.argv[3]` on.
-
-  Returns:
-    `(exit code, standard error)` of each process.
-  """
-  ended = _run(script, args, 2, end_all=False)
-  return [(returncode, err) for returncode, _, err in ended]
-
-
-def _run(code, args, processes, end_all):
-  with socket.socket() as s:
-    s.bind(("localhost", 0))
-    port = s.getsockname()[1]
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-  command = [sys.executable, "-c", code, str(port)]
-  started = [
-    subprocess.Popen([*command, str(rank), *args], **pipes)
-    for rank in range(processes)
-  ]
-
-  def read(process):
-    try:
-      out = process.communicate(timeout=_TIMEOUT)
-    except subprocess.TimeoutExpired:
-      process.kill()
-      out = process.communicate()
-    if process.returncode and end_all:
-      # The others would wait for this one.
-      for other in started:
-        other.kill()
-    return process.returncode, *out
-
-  # Reads all at once: a process with a full pipe stops, and the others wait for
-  # it.
-  with futures.ThreadPoolExecutor(processes) as pool:
-    return list(pool.map(read, started))
+    assert logs_errors or "Traceback" not in text, text
+    assert "Fatal Python" not in text, text
+  return printed

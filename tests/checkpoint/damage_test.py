@@ -6,8 +6,6 @@ import os
 import pathlib
 import pkgutil
 import shutil
-import subprocess
-import sys
 import zlib
 
 import checkpoint_states as states
@@ -23,8 +21,6 @@ from flaxshard import checkpoint
 from flaxshard.checkpoint import __main__ as inspection
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import step_files
-
-_TESTS = str(pathlib.Path(__file__).parents[1])
 
 
 def trained(step, **kwargs):
@@ -364,7 +360,6 @@ def test_step_deleted_while_it_is_read_gives_way_to_a_newer_one(
 
 _WRITER = """
 import sys
-sys.path.insert(0, sys.argv[2])
 import checkpoint_states as states
 import flaxshard as fs
 with fs.Checkpointer(sys.argv[1], max_to_keep=2) as checkpointer:
@@ -374,20 +369,17 @@ with fs.Checkpointer(sys.argv[1], max_to_keep=2) as checkpointer:
 
 
 @pytest.mark.slow
-def test_reading_beside_a_program_that_saves(tmp_path, capsys):
+def test_reading_beside_a_program_that_saves(programs, tmp_path):
   path = tmp_path / "checkpoints"
   reading = checkpoint.Checkpointer(path)
-  with subprocess.Popen(
-    [sys.executable, "-c", _WRITER, str(path), _TESTS]
-  ) as writer:
-    last = 0
-    while writer.poll() is None:
-      if reading.latest_step() is None:
-        continue
-      for state in (restore(path), reading.restore(states.weights())):
-        step = int(state.params["w"][0])
-        assert step >= last
-        last = step
-      assert inspection.main([str(path)]) == 0
-    assert writer.returncode == 0
+  writer, last = programs.start(tmp_path, str(path), script=_WRITER), 0
+  while not writer.has_ended:
+    if reading.latest_step() is None:
+      continue
+    for state in (restore(path), reading.restore(states.weights())):
+      step = int(state.params["w"][0])
+      assert step >= last
+      last = step
+    assert inspection.main([str(path)]) == 0
+  writer.end()
   assert last > 2

@@ -337,10 +337,10 @@ except ValueError as e:
 
 
 @pytest.mark.slow
-def test_two_processes_read_their_parts(tmp_path):
+def test_two_processes_read_their_parts(programs, tmp_path):
   (tmp_path / "run").mkdir()
   np.save(tmp_path / "kernel.npy", save_dense(tmp_path)["kernel"])
-  for output, _ in two_processes.run(_SCRIPT, str(tmp_path)):
+  for output in two_processes.run(programs, _SCRIPT, str(tmp_path)):
     assert "error" in output and "missing" in output
 
 

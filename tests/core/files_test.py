@@ -1,10 +1,8 @@
 """Workdirs: one program at a time writes in one, if it can be written."""
 
 import os
-import pathlib
-import subprocess
-import sys
 
+from forked_programs import wait_until
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,14 +13,12 @@ import flaxshard as fs
 from flaxshard import train
 from flaxshard.core import files
 
-_ROOT = pathlib.Path(__file__).parents[2]
-
 _HOLD = """
-import sys
+import sys, time
 from flaxshard.core import files
 releases = [files.lock("directory", path) for path in sys.argv[1:]]
 print("locked", flush=True)
-sys.stdin.read()
+time.sleep(1000)
 """
 
 
@@ -33,18 +29,14 @@ def create(value):
 
 
 @pytest.mark.slow
-def test_another_program_holds_the_lock(tmp_path):
+def test_another_program_holds_the_lock(programs, tmp_path):
   path, workdir = tmp_path / "checkpoints", tmp_path / "workdir"
   workdir.mkdir()
   with fs.Checkpointer(path) as checkpointer:
     checkpointer.save(1, create(1.0))
-  command = [sys.executable, "-c", _HOLD, str(path), str(workdir)]
-  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-  with (
-    fs.Checkpointer(path) as checkpointer,
-    subprocess.Popen(command, cwd=_ROOT, **pipes) as holder,
-  ):
-    assert holder.stdout.readline() == b"locked\n"
+  with fs.Checkpointer(path) as checkpointer:
+    holder = programs.start(tmp_path, str(path), str(workdir), script=_HOLD)
+    wait_until(lambda: holder.printed == "locked\n", "lock", holder)
     by_holder = f"is being written by process {holder.pid} on "
     with pytest.raises(ValueError, match=f"directory='{path}' {by_holder}"):
       checkpointer.save(2, create(2.0))
@@ -56,7 +48,6 @@ def test_another_program_holds_the_lock(tmp_path):
       train.train_and_evaluate(tiny.config(), str(workdir))
     assert os.listdir(workdir) == [".lock"]
     holder.kill()
-    holder.wait()
     # The file of a killed process is left, and locks nothing.
     assert (path / ".lock").exists()
     assert checkpointer.save(2, create(2.0))

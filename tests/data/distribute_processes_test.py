@@ -52,8 +52,8 @@ else:
 """
 
 
-def test_each_process_feeds_its_replicas():
-  two_processes.run(IMPORTS + SCRIPT, devices=4)
+def test_each_process_feeds_its_replicas(programs):
+  two_processes.run(programs, IMPORTS + SCRIPT, devices=4)
 
 
 EXIT = """
@@ -72,6 +72,6 @@ print("done")
 """
 
 
-def test_a_process_exits_while_threads_read():
-  ended = two_processes.run(IMPORTS + EXIT, processes=1, devices=4)
-  assert ended == [("done\n", "")]
+def test_a_process_exits_while_threads_read(programs):
+  ended = two_processes.run(programs, IMPORTS + EXIT, processes=1, devices=4)
+  assert ended == ["done\n"]

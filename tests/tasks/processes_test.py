@@ -70,8 +70,8 @@ def train_tasks(workdir):
   train.train_and_evaluate(config, f"{workdir}/ddpm")
 
 
-def test_tasks_train_as_in_one_process(tmp_path):
-  two_processes.run(_TRAIN, _TESTS, str(tmp_path / "two"), devices=1)
+def test_tasks_train_as_in_one_process(programs, tmp_path):
+  two_processes.run(programs, _TRAIN, _TESTS, str(tmp_path / "two"), devices=1)
   with tiny.importable("process_tasks", __name__):
     train_tasks(str(tmp_path / "one"))
   for name, metric, steps in (

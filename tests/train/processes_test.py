@@ -132,15 +132,15 @@ np.save(f"{sys.argv[4]}/{rank}.npy", whole.addressable_data(0))
 
 
 @pytest.fixture(scope="module")
-def two_process_runs(tmp_path_factory):
+def two_process_runs(tmp_path_factory, program_server):
   """Runs in two processes: their folder, and what each has printed."""
   path = tmp_path_factory.mktemp("two")
   script = _PREAMBLE + _COUNT
-  return path, two_processes.run(script, str(_HERE), str(path))
+  return path, two_processes.run(program_server, script, str(_HERE), str(path))
 
 
 def test_cross_process_operations_do_not_grow_with_steps(two_process_runs):
-  for out, _ in two_process_runs[1]:
+  for out in two_process_runs[1]:
     for per_replica in (False, True):
       line = re.search(f"^counts {per_replica} (.*)$", out, re.M)
       short, long = json.loads(line[1])
@@ -247,7 +247,9 @@ def _read_arrays(workdir, item):
   return checkpointer.restore(item_dir, restore_args=args)
 
 
-def test_run_on_2_1_and_3_processes_equals_an_undisturbed_one(tmp_path):
+def test_run_on_2_1_and_3_processes_equals_an_undisturbed_one(
+  programs, tmp_path
+):
   """Another batch, a row twice or a row that is left out would differ."""
   stages = [
     (2, ["fsdp a 6", "agn b sigterm"]),
@@ -260,9 +262,9 @@ def test_run_on_2_1_and_3_processes_equals_an_undisturbed_one(tmp_path):
     arguments = str(_HERE), str(tmp_path), *runs
     devices = _DEVICES // processes
     outs = two_processes.run(
-      script, *arguments, processes=processes, devices=devices
+      programs, script, *arguments, processes=processes, devices=devices
     )
-    logs += "".join(out + err for out, err in outs)
+    logs += "".join(outs)
   # The replicas are as many as before: no state of a wrapper is dropped.
   assert "dropped" not in logs and "passed over" not in logs
   # The signal at step 9 stopped the run soon.
