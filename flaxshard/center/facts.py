@@ -16,8 +16,8 @@ from flaxshard.center import store
 from flaxshard.center import train_states
 from flaxshard.center.train_states import Layout
 from flaxshard.core import checks
+from flaxshard.core import extra_arguments
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import optimizer_update
 from flaxshard.state.train_state import TrainState
 
 _KEY = "run"
@@ -86,7 +86,7 @@ def _describe(layout: Layout, state: TrainState) -> dict[str, Any]:
     "digest of an update by": {
       name: _digest(tx, layout.shapes)
       for name, tx in {"tx": state.tx, "outer_tx": agn.outer_tx}.items()
-      if tx is not None and not optimizer_update.objective_of(tx)
+      if tx is not None and not extra_arguments.objective_of(tx)
     },
   }
 
@@ -99,7 +99,7 @@ def _digest(tx: Any, shapes: TrainState) -> str:
 
   def update(params: Any, grads: Any) -> tuple[Any, Any]:
     opt_state = opt_state_lib.init(tx, params)
-    return optimizer_update.update(tx, params, opt_state, grads)
+    return opt_state_lib.update(tx, params, opt_state, grads)
 
   _, own = train_states.find(shapes)
   traced = jax.jit(update).trace(shapes.params, own.grad_accum)

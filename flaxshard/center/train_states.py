@@ -24,7 +24,6 @@ from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center.heads import Arrays
-from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
@@ -135,7 +134,7 @@ class Layout:
     self._key = structure, *shapes
     self.agn, own = find(self.shapes)
     params = self.shapes.params
-    if gradients.optimized_params(params) is not params:
+    if opt_state_lib.optimized_params(params) is not params:
       raise ValueError(
         "AGN: layers in fp8, whose statistics are no gradients, need "
         "transport='compiled'."

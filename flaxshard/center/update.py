@@ -22,7 +22,7 @@ from flaxshard.center.heads import Arrays
 from flaxshard.center.train_states import Commit
 from flaxshard.center.train_states import Layout
 from flaxshard.core import gradients
-from flaxshard.core import optimizer_update
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 
 _NUMBERS = ("steps", "examples", "version")
@@ -133,7 +133,7 @@ def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
   all_grads = train_states.map_leaves(
     lambda path, _: grads.get(path), {"params": layout.model["params"]}
   )
-  params, opt_state = optimizer_update.update(
+  params, opt_state = opt_state_lib.update(
     layout.agn.outer_tx or layout.shapes.tx,
     full["params"],
     full[layout.root],

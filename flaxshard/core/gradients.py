@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 from flaxshard.core import indexed_slices
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
@@ -50,17 +51,6 @@ def is_statistic(path: trees.Path) -> bool:
   return bool(path) and path[0] == jax.tree_util.DictKey(
     OVERWRITE_WITH_GRADIENT
   )
-
-
-def optimized_params(params: PyTree) -> PyTree:
-  """Returns the parameters that Flax passes to the optimizer.
-
-  These are all parameters, without Flax's overwrite-with-gradient collection
-  (the statistics of fp8 layers) if there is one.
-  """
-  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
-    return params["params"]
-  return params
 
 
 def widen(x: Any) -> Any:
@@ -238,7 +228,7 @@ def matches(patterns: Sequence[str], params: PyTree, path: trees.Path) -> bool:
   """Returns whether a path in a tree like the parameters matches a pattern."""
   # Of the collections of Flax's fp8 layers the optimizer sees one. The other
   # has scaling factors, whose new values come as gradients.
-  if optimized_params(params) is not params:
+  if opt_state_lib.optimized_params(params) is not params:
     if is_statistic(path):
       return False
     path = path[1:]

@@ -1,6 +1,7 @@
-"""The leaves of an optimizer's state: slots of parameters, and step counts.
+"""An optimizer's state: its first value, its updates, and its leaves.
 
-A slot is an array that belongs to one parameter, such as Adam's first moment.
+A leaf is a slot, an array that belongs to one parameter, such as Adam's first
+moment; or a step count; or something else.
 """
 
 from __future__ import annotations
@@ -8,18 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import functools
 import inspect
+import types
 from typing import Any
 
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
-from flaxshard.core import gradients
 from flaxshard.core import trees
 
 PyTree = Any
 Path = trees.Path
+
+
+def optimized_params(params: PyTree) -> PyTree:
+  """Returns the parameters that Flax passes to the optimizer.
+
+  These are all parameters, without Flax's overwrite-with-gradient collection
+  (the statistics of fp8 layers) if there is one.
+  """
+  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+    return params["params"]
+  return params
 
 
 def init(tx: Any, params: PyTree) -> PyTree:
@@ -41,7 +54,7 @@ def init(tx: Any, params: PyTree) -> PyTree:
       "params must not be a pair for optax.lookahead. Give params.fast, and "
       "EMA or AGN(outer_tx=...) as a wrapper, which keep slow parameters."
     )
-  params = gradients.optimized_params(params)
+  params = optimized_params(params)
   state = tx.init(params)
   is_monitor = lambda x: isinstance(x, optax.transforms.MonitorState)
   if not any(map(is_monitor, jax.tree.leaves(state, is_leaf=is_monitor))):
@@ -70,6 +83,98 @@ def check_tx(tx: Any, argument: str = "tx") -> None:
     f"{argument} must be an optax GradientTransformation, such as "
     f"optax.adam(1e-3), got {checks.describe(tx)}.{hint}"
   )
+
+
+def update(
+  tx: Any,
+  params: PyTree,
+  opt_state: PyTree,
+  grads: PyTree,
+  extra: Mapping[str, Any] = types.MappingProxyType({}),
+  *,
+  keep_dtypes: bool = True,
+) -> tuple[PyTree, PyTree]:
+  """Updates parameters and slots as Flax's `TrainState.apply_gradients` does.
+
+  A leaf without a gradient keeps its parameter and its slots.
+
+  Args:
+    tx: The optax optimizer.
+    params: The parameters.
+    opt_state: Its state.
+    grads: A tree like `params`; None where a leaf has no gradient.
+    extra: Extra arguments of the optimizer's update.
+    keep_dtypes: Whether the state keeps its dtypes. It takes those of the
+      gradients: float32 ones of float16 parameters would change it, and the
+      next step would compile again.
+
+  Returns:
+    The new parameters and the new state.
+  """
+  structure: Any = jax.tree.structure(params)
+  is_kept = [g is None for g in structure.flatten_up_to(grads)]
+  if any(is_kept):
+    # The optimizer needs an array for every parameter. With a zero gradient it
+    # may still change parameter and slots, by weight decay or momentum: undone.
+    grads = jax.tree.map(
+      lambda p, g: _zero_gradient(p) if g is None else g, params, grads
+    )
+  optimized = optimized_params(params)
+  updates, new_state = tx.update(
+    optimized_params(grads), opt_state, optimized, **extra
+  )
+  new = optax.apply_updates(optimized, updates)
+  if optimized is not params:
+    new = {**grads, "params": new}
+  if any(is_kept):
+    kept = structure.unflatten(is_kept)
+    new, new_state = keep(kept, (params, opt_state), (new, new_state))
+  if keep_dtypes:
+    new_state = jax.tree.map(
+      lambda n, o: n.astype(o.dtype) if n.dtype != o.dtype else n,
+      new_state,
+      opt_state,
+    )
+  return new, new_state
+
+
+def keep(
+  is_kept: PyTree, old: tuple[PyTree, PyTree], new: tuple[PyTree, PyTree]
+) -> tuple[PyTree, PyTree]:
+  """Returns an update without its effect on some leaves and their slots.
+
+  Args:
+    is_kept: For each of the parameters whether it is kept: a bool, or a bool
+      scalar of a traced program.
+    old: Parameters and optimizer state before the update.
+    new: Those after it.
+  """
+
+  def choose(is_kept: Any, o: jax.Array, n: jax.Array) -> jax.Array:
+    if isinstance(is_kept, jax.Array):
+      return jnp.where(is_kept, o, n)
+    return o if is_kept else n
+
+  (old_params, old_state), (new_params, new_state) = old, new
+  params = jax.tree.map(choose, is_kept, old_params, new_params)
+  kept = dict(jax.tree_util.tree_leaves_with_path(optimized_params(is_kept)))
+  # Leaves such as step counts belong to no parameter.
+  slots = map_leaves(
+    lambda parameter, o, n: choose(kept.get(parameter, False), o, n),
+    optimized_params(old_params),
+    old_state,
+    new_state,
+  )
+  return params, slots
+
+
+def _zero_gradient(p: jax.Array) -> jax.Array:
+  # Optimizers divide and take roots, which integer arrays do not support.
+  inexact = jnp.issubdtype(p.dtype, jnp.inexact)
+  return jnp.zeros(p.shape, p.dtype if inexact else jnp.float32)
+
+
+# -- The leaves of a state.
 
 
 def parameters_of(opt_state: PyTree, params: PyTree) -> list[Path | None]:
@@ -146,10 +251,10 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     >>> specs(state, params, {"w": jax.P("replica")})[0].trace
     {'w': P('replica',)}
   """
-  optimized = gradients.optimized_params(params)
+  optimized = optimized_params(params)
   by_path, specs_by_path = (
     dict(jax.tree_util.tree_leaves_with_path(tree))
-    for tree in (optimized, gradients.optimized_params(param_specs))
+    for tree in (optimized, optimized_params(param_specs))
   )
 
   def spec_of_leaf(parameter: Path | None, leaf: Any) -> jax.P:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxshard.core import extra_arguments
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.nnx import variables as variables_lib
 from flaxshard.partitioning import rules as rules_lib
@@ -264,7 +264,7 @@ class Optimizer(nnx.Optimizer[M]):
       )
     if not self.wrappers:
       return super().update(model, grads, **kwargs)
-    optimizer_update.check_extra(self.tx, kwargs)
+    extra_arguments.check(self.tx, kwargs)
     params = self._params(model)
     held = dict(nnx.to_flat_state(self.before))
     # A value of another shape, such as one more sown value, has no old one.

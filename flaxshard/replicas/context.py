@@ -22,6 +22,7 @@ from numpy.lib.array_utils import normalize_axis_index
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
@@ -348,7 +349,7 @@ def reduce_gradients(
   mark = functools.partial(checkpoint_name, name=GRADIENTS)
   marked = gradients.map_gradients(mark, grads)
   # One collective for all gradients, and one for all statistics.
-  if gradients.optimized_params(marked) is marked:
+  if opt_state_lib.optimized_params(marked) is marked:
     return reduce_over_replicas(op, marked, groups)
   return type(marked)(
     {

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
@@ -136,7 +135,7 @@ def split_over_devices(params: PyTree) -> Shardings:
     params: The parameters of a train state: arrays or `jax.ShapeDtypeStruct`s
       with their shardings. The paths are those that the optimizer knows.
   """
-  optimized = gradients.optimized_params(params)
+  optimized = opt_state_lib.optimized_params(params)
   return {
     path: x.sharding
     for path, x in jax.tree_util.tree_leaves_with_path(optimized)

@@ -249,7 +249,7 @@ def get_slot(state: Any, parameter: str, name: str) -> jax.Array | None:
 def _find_slots(state: Any) -> list[Slot]:
   """Returns the slots of a train state, in the order of its states."""
   known = state.params
-  optimized = gradients.optimized_params(known)
+  optimized = opt_state_lib.optimized_params(known)
   if optimized is not known:
     # Beside the statistics of fp8 layers, optimizers see the parameters alone.
     known = {**known, **optimized}

@@ -14,8 +14,8 @@ import jax
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import extra_arguments
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
 from flaxshard.sparse import optimizer as sparse_optimizer
@@ -398,7 +398,7 @@ class TrainState(flax_train_state.TrainState):
           collections[name] = value
         else:
           static[name] = value
-      optimizer_update.check_extra(
+      extra_arguments.check(
         self.tx,
         extra,
         replaceable=fields.keys() - _RESERVED - _STATIC,
@@ -493,7 +493,7 @@ class TrainState(flax_train_state.TrainState):
       grad_loss=grad_loss,
       gate_gradients=gate_gradients,
     )
-    used = optimizer_update.objective_of(self.tx)
+    used = extra_arguments.objective_of(self.tx)
     used -= fields_lib.fields_by_name(type(self)).keys()
     if var_list is not None and "value_fn" in used:
       # Undoing its step for some parameters leaves a point it has not seen.

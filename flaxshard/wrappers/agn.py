@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
@@ -386,7 +385,7 @@ class AGN(base.Base):
           lambda a: a / self.communication_period, accum
         )
       if self.outer_tx is not None:
-        new = optimizer_update.update(self.outer_tx, *old, accum)
+        new = opt_state_lib.update(self.outer_tx, *old, accum)
       else:
         updated = next(
           target._replace(
@@ -406,7 +405,7 @@ class AGN(base.Base):
         grads,
         numbers,
       )
-      return ModelState(*optimizer_update.keep(is_kept, old, new))
+      return ModelState(*opt_state_lib.keep(is_kept, old, new))
 
     has_outer = self.outer_tx is not None
     center = ModelState(

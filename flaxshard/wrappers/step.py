@@ -20,7 +20,7 @@ from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
 from flaxshard.core import jaxprs
-from flaxshard.core import optimizer_update
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
@@ -294,7 +294,7 @@ def update(
     if who == "local" and inner is not None and inner.gradients_reduced:
       # Local updates take the loss of their replica, a commit takes the mean.
       given = replica_context.mean_extra_args(extra)
-    params, opt_state = optimizer_update.update(
+    params, opt_state = opt_state_lib.update(
       tx,
       target.params,
       target.opt_state,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import extra_arguments
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -144,7 +144,7 @@ class Wrapped:
       ValueError: `grads` does not match `params`.
       TypeError: The optimizer has no such extra argument.
     """
-    optimizer_update.check_extra(self.tx, extra)
+    extra_arguments.check(self.tx, extra)
     target = base.Target(
       step=state.step,
       params=jax.tree.map(trees.drop_weak_type, params),
