@@ -230,7 +230,7 @@ class _Plan:
         self._note(f"its field {field!r} becomes the state of wrapper {name!r}")
       if not fields:
         self._note(f"it has no state of wrapper {name!r}: that starts fresh")
-    elif not base.overrides(wrapper, "restart"):
+    elif not stack.overrides(wrapper, "restart"):
       raise ValueError(
         f"{self._where} has another state of wrapper {name!r}, which does not "
         f"define `restart` to go on from it: {difference}."

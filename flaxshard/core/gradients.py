@@ -24,7 +24,7 @@ from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import is_indexed_slices
+from flaxshard.core.indexed_slices import IndexedSlices
 
 PyTree = Any
 
@@ -51,6 +51,18 @@ def is_statistic(path: trees.Path) -> bool:
   return bool(path) and path[0] == jax.tree_util.DictKey(
     OVERWRITE_WITH_GRADIENT
   )
+
+
+def is_leaf(x: Any) -> bool:
+  """Returns whether a value stands for a leaf in a tree of gradients."""
+  # To JAX, None is a tree without leaves, and rows are one with two.
+  return x is None or isinstance(x, IndexedSlices)
+
+
+def find_rows(tree: PyTree) -> dict[trees.Path, IndexedSlices]:
+  """Returns the `IndexedSlices` of a tree, by path."""
+  flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+  return {path: x for path, x in flat if isinstance(x, IndexedSlices)}
 
 
 def widen(x: Any) -> Any:
@@ -102,7 +114,7 @@ def conform(tx: Any, grads: PyTree, params: PyTree) -> PyTree:
     g is None or (isinstance(g, jax.Array) and g.shape == np.shape(p))
     for g, p in zip(leaves, jax.tree.leaves(params), strict=True)
   ):
-    for path, g in indexed_slices.find(grads).items():
+    for path, g in find_rows(grads).items():
       g.check(f"grads[{trees.path_string(path)}]")
     grads = trees.conform("grads", grads, params, dtypes=False, is_leaf=is_leaf)
     # Numbers and NumPy arrays become arrays.
@@ -110,18 +122,12 @@ def conform(tx: Any, grads: PyTree, params: PyTree) -> PyTree:
   return trained(tx, grads)
 
 
-def is_leaf(x: Any) -> bool:
-  """Returns whether a value stands for a leaf in a tree of gradients."""
-  # To JAX, None is a tree without leaves, and rows are one with two.
-  return x is None or is_indexed_slices(x)
-
-
 def deduplicate(grads: PyTree) -> PyTree:
   """Sums the rows of equal numbers of each `IndexedSlices` in a tree."""
   return jax.tree.map(
-    lambda g: g.deduplicated() if is_indexed_slices(g) else g,
+    lambda g: g.deduplicated() if isinstance(g, IndexedSlices) else g,
     grads,
-    is_leaf=is_indexed_slices,
+    is_leaf=is_leaf,
   )
 
 
@@ -197,9 +203,7 @@ def trained(
       return None
     return None if frozen and matches(frozen, tree, path) else x
 
-  return jax.tree_util.tree_map_with_path(
-    choose, tree, is_leaf=is_indexed_slices
-  )
+  return jax.tree_util.tree_map_with_path(choose, tree, is_leaf=is_leaf)
 
 
 def tables(tx: Any, trained: PyTree) -> PyTree | None:
@@ -220,7 +224,7 @@ def matching(patterns: Sequence[str], params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(
     lambda path, _: matches(patterns, params, path),
     params,
-    is_leaf=is_indexed_slices,
+    is_leaf=indexed_slices.is_indexed_slices,
   )
 
 
@@ -307,7 +311,7 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
     ['b/c']
   """
   flat = jax.tree_util.tree_leaves_with_path(
-    deduplicate(grads), is_leaf=is_indexed_slices
+    deduplicate(grads), is_leaf=is_leaf
   )
   return [
     trees.path_string(path)

@@ -376,12 +376,6 @@ def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:
   return isinstance(x, IndexedSlices)
 
 
-def find(tree: PyTree) -> dict[tuple[Any, ...], IndexedSlices]:
-  """Returns the `IndexedSlices` of a tree, by path."""
-  flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_indexed_slices)
-  return {path: x for path, x in flat if is_indexed_slices(x)}
-
-
 def to_dense(tree: PyTree, *, keep: Container[Any] = ()) -> PyTree:
   """Returns a tree with whole arrays in place of its `IndexedSlices`.
 

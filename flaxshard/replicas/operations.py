@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from flaxshard.core import checks
-from flaxshard.core import indexed_slices
+from flaxshard.core import gradients
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
@@ -45,7 +45,7 @@ def reduce(
 ) -> PyTree:
   """Reduces per-replica values to one value; see `Strategy.reduce`."""
   checks.one_of("reduce_op", reduce_op, replica_context.REDUCE_OPS)
-  if indexed_slices.find(value):
+  if gradients.find_rows(value):
     raise ValueError(
       "reduce: the row numbers of an IndexedSlices cannot be summed. Inside of "
       "run use get_replica_context().all_reduce, or return slices.to_dense()."

@@ -176,7 +176,7 @@ def _create(
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, PyTree]:
-    tables = indexed_slices.find(updates)
+    tables = gradients.find_rows(updates)
     if not tables:
       extra = indexed_slices.to_dense(extra)
       return inner.update(updates, state, params, **extra)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
@@ -50,7 +51,7 @@ def update(
   """
   tables = {
     path: x.split(_num_parts(shardings.get(path)))
-    for path, x in indexed_slices.find(updates).items()
+    for path, x in gradients.find_rows(updates).items()
   }
   take = functools.partial(_map_rows, IndexedSlices.take_rows, params, tables)
   if extra.get("grad") is not None:

@@ -212,11 +212,6 @@ class Base:
     del num_replicas
 
 
-def overrides(wrapper: Base, hook: str) -> bool:
-  """Returns whether a wrapper defines a hook, instead of the default."""
-  return getattr(type(wrapper), hook) is not getattr(Base, hook)
-
-
 def cond(
   pred: jax.Array,
   true_fn: Callable[..., Any],

@@ -91,6 +91,11 @@ def with_policy(wrappers: Wrappers, policy: Policy | None) -> Wrappers:
   )
 
 
+def overrides(wrapper: base.Base, hook: str) -> bool:
+  """Returns whether a wrapper defines a hook, instead of the default."""
+  return getattr(type(wrapper), hook) is not getattr(base.Base, hook)
+
+
 # -- Replicas.
 
 
@@ -214,7 +219,7 @@ def map_per_replica(
     return fn(name, x) if values.has_replica_axis(spec) else x
 
   for w in wrappers:
-    if base.overrides(w, "specs"):
+    if overrides(w, "specs"):
       state = states[w.name]
       map_leaves = functools.partial(map_leaf, w.name)
       mapped[w.name] = jax.tree.map(map_leaves, state, w.specs(state))

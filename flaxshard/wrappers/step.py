@@ -238,7 +238,7 @@ def _narrow_value_and_grad(
 
 def _unscales_16_bits(wrappers: Wrappers, states: States) -> bool:
   """Returns whether a dynamic LossScale alone unscales the gradients."""
-  unscaling = [w for w in wrappers if base.overrides(w, "unscale_gradients")]
+  unscaling = [w for w in wrappers if stack.overrides(w, "unscale_gradients")]
   return [
     isinstance(w, LossScale) and w.skips_steps and bool(states[w.name])
     for w in unscaling
@@ -328,7 +328,7 @@ def update(
     # Before all others: a reduced gradient carries the NaN of any replica to
     # all of them, so that LossScale needs no collective of its own.
     grads = replica_context.reduce_gradients(op, grads)
-  if indexed_slices.find(grads):
+  if gradients.find_rows(grads):
     grads = _take_rows(tx, wrappers, grads)
   if wrappers:
     target = target._replace(
@@ -374,7 +374,7 @@ def _take_rows(tx: Any, wrappers: Wrappers, grads: PyTree) -> PyTree:
   grads = _to_dense_unless_taken(wrappers, "apply", grads)
   mask = gradients.tables(tx, grads)
   tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
-  found = indexed_slices.find(grads)
+  found = gradients.find_rows(grads)
   others = [trees.path_string(path) for path in found if path not in tables]
   if others:
     checks.warn(
@@ -399,9 +399,9 @@ def _to_dense_unless_taken(
     grads: The gradients.
   """
   for w in wrappers:
-    if w.takes_indexed_slices or not base.overrides(w, hook):
+    if w.takes_indexed_slices or not stack.overrides(w, hook):
       continue
-    if tables := indexed_slices.find(grads):
+    if tables := gradients.find_rows(grads):
       checks.warn(
         f"wrapper {w.name!r}: {hook} takes no IndexedSlices: the gradients of "
         f"{', '.join(map(trees.path_string, tables))} become whole arrays, and "
