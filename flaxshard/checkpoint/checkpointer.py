@@ -13,7 +13,6 @@ import time
 from typing import Any, NoReturn
 import weakref
 
-from etils import epath
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -102,7 +101,7 @@ class Checkpointer:
     digests: bool = True,
   ):
     path = steps.as_path(directory)
-    items_lib.check_plain_item(plain_item)
+    checks.one_of("plain_item", plain_item, items_lib.PLAIN_ITEMS)
     self._plain_item = plain_item
     self._keep = keep_lib.Keep(
       max_to_keep, keep_every, best_metric, best_mode, keep_best
@@ -115,7 +114,8 @@ class Checkpointer:
         f"directory={os.fspath(path)!r} is one checkpoint: "
         "flaxshard.checkpoint.restore reads it."
       )
-    self.directory = os.fspath(steps.directory_of_steps(path))
+    self._path = steps.directory_of_steps(path)
+    self.directory = os.fspath(self._path)
     self._digests = digests and not files_lib.is_bucket(self.directory)
     # Created by the first save: it would create the directory.
     self._manager: ocp.CheckpointManager | None = None
@@ -176,13 +176,13 @@ class Checkpointer:
   def _paths(self) -> dict[int, Any]:
     """Returns the path of each step, also of damaged ones; notes those."""
     if self._manager is None:
-      found, damaged = steps.look(self.directory)
+      found, damaged = steps.look(self._path)
       self._damaged.intersection_update(found)
       self._damaged.update(damaged)
       return found
     # No other program saves here now.
-    path = epath.Path(self.directory)
-    return self._others | {n: path / str(n) for n in self._manager.all_steps()}
+    saved = self._manager.all_steps()
+    return self._others | {n: self._path / str(n) for n in saved}
 
   def best_step(self) -> int | None:
     """Returns the step with the best `best_metric`, the latest of equal ones.
@@ -190,7 +190,7 @@ class Checkpointer:
     Returns None if no step has a finite value, or without `best_metric`.
     """
     self.wait()
-    return keep_lib.best_step(self.directory, self._keep, self._damaged)
+    return keep_lib.best_step(self._path, self._keep, self._damaged)
 
   def wait(self) -> None:
     """Waits until the last save is on disk.
@@ -205,7 +205,7 @@ class Checkpointer:
       self._manager.wait_until_finished()
     except Exception as e:
       # Orbax deletes older steps once the new one has its final name.
-      if step not in steps.find(self.directory, steps.OURS):
+      if step not in steps.find(self._path, steps.OURS):
         self._fail(step, e)
       _log.warning("%s: an old step was not deleted: %s", self.directory, e)
       self._manager.reload()  # it forgot the new step and the old ones
@@ -318,7 +318,7 @@ class Checkpointer:
       with multihost.raise_on_all_processes(ValueError, OSError, SaveError):
         self.wait()
         if self._unlock is None and jax.process_index() == 0:
-          epath.Path(self.directory).mkdir(parents=True, exist_ok=True)
+          self._path.mkdir(parents=True, exist_ok=True)
           unlock = files_lib.lock("directory", self.directory, reentrant=True)
           self._unlock = weakref.finalize(self, unlock)
         # Of this process: its manager would not know the steps of this one.
@@ -338,7 +338,7 @@ class Checkpointer:
           if path.name == str(number):  # not of Flax
             path.rename(path.with_name(f"{path.name}.damaged"))
             _log.warning("%s is damaged: renamed to %s.damaged", path, path)
-      found = steps.find(self.directory, steps.OURS)
+      found = steps.find(self._path, steps.OURS)
       self._others = {n: p for n, p in found.items() if p.name != str(n)}
       self._damaged.intersection_update(self._others)
       self._manager = ocp.CheckpointManager(
@@ -365,7 +365,7 @@ class Checkpointer:
   def _write_digests(self) -> None:
     """Writes the last file of a step, in process 0, before it has its name."""
     assert self._saving is not None
-    step_dir = step_files.unfinished(self.directory, self._saving)
+    step_dir = step_files.unfinished(self._path, self._saving)
     step_files.write_digests(step_dir, contents=self._digests)
 
   def _fail(self, step: int, error: Exception) -> NoReturn:
@@ -373,7 +373,7 @@ class Checkpointer:
     self._close_manager()
     # In a bucket it is no step without its last file.
     if jax.process_index() == 0 and not files_lib.is_bucket(self.directory):
-      path = step_files.unfinished(self.directory, step)
+      path = step_files.unfinished(self._path, step)
       # TensorStore finishes the writes it has begun after one has failed.
       for _ in range(50):
         shutil.rmtree(path, ignore_errors=True)
@@ -437,7 +437,7 @@ class Checkpointer:
       restoring.restore_step, state=state, data=data
     )
     self.restored_step, restored = steps.read_newest(
-      self.directory, step, read_step, self._paths, self._damaged
+      self._path, step, read_step, self._paths, self._damaged
     )
     return restored
 

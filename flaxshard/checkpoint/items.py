@@ -30,6 +30,9 @@ from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
+# The names under which other programs look for the train state.
+PLAIN_ITEMS = ("default", "state")
+
 # A train state, or several by name.
 States = TrainState | Mapping[str, TrainState]
 
@@ -70,7 +73,7 @@ def save_args(
     ...   state = fs.checkpoint.restore(manager, state)
   """
   check_state(state)
-  check_plain_item(plain_item)
+  checks.one_of("plain_item", plain_item, PLAIN_ITEMS)
   _check_savable(state)
   plain: Any = {}
   states: Any = {}
@@ -114,7 +117,7 @@ def item_handlers(
     >>> sorted(fs.checkpoint.item_handlers())
     ['default', 'wrappers']
   """
-  check_plain_item(plain_item)
+  checks.one_of("plain_item", plain_item, PLAIN_ITEMS)
   return {
     plain_item: ocp.StandardCheckpointHandler(),
     # Unlike Standard's, this handler can leave out leaves.
@@ -257,11 +260,6 @@ def check_state(state: Any) -> None:
         f"returns with the arguments of Flax's, got {checks.describe(s)} of "
         f"{type(s)}."
       )
-
-
-def check_plain_item(plain_item: Any) -> None:
-  """Raises a ValueError unless other programs find an item of that name."""
-  checks.one_of("plain_item", plain_item, ("default", "state"))
 
 
 def _check_savable(state: States) -> None:

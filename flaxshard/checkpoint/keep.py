@@ -123,7 +123,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def best_step(
-  directory: Any, keep: Keep, damaged: Collection[int] = ()
+  directory: step_files.Directory, keep: Keep, damaged: Collection[int] = ()
 ) -> int | None:
   """Returns the step with the best metric, the latest of equal ones.
 

@@ -96,10 +96,10 @@ def is_complete(path: Directory) -> bool:
   return not path.is_file()
 
 
-def unfinished(directory: str, step: int) -> Directory:
+def unfinished(directory: Directory, step: int) -> Directory:
   """Returns the path of a step of `Checkpointer` while it is written."""
   suffix = "" if files_lib.is_bucket(directory) else _UNFINISHED
-  return epath.Path(directory) / f"{step}{suffix}"
+  return directory / f"{step}{suffix}"
 
 
 def trees_in(step_dir: Directory) -> dict[str, Directory]:

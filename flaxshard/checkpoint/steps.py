@@ -44,7 +44,7 @@ def as_path(path: files.Path) -> Directory:
 
 
 def find(
-  directory: files.Path, names: re.Pattern[str] = step_files.NAME
+  directory: Directory, names: re.Pattern[str] = step_files.NAME
 ) -> dict[int, Directory]:
   """Returns the path of each complete step in a directory, in their order.
 
@@ -55,10 +55,9 @@ def find(
     directory: The directory to list.
     names: The names that count as steps: `step_files.NAME` or `OURS`.
   """
-  path = as_path(directory)
   found: dict[int, Directory] = {}
-  for name in sorted(step_files.names_in(path)):
-    match, where = names.fullmatch(name), path / name
+  for name in sorted(step_files.names_in(directory)):
+    match, where = names.fullmatch(name), directory / name
     if match and (not name.isdigit() or step_files.is_complete(where)):
       found.setdefault(int(match[1]), where)
   return dict(sorted(found.items()))
@@ -80,27 +79,26 @@ def number_of(path: Directory) -> int | None:
   return int(match[1]) if match and is_step(path) else None
 
 
-def directory_of_steps(path: files.Path) -> Directory:
+def directory_of_steps(path: Directory) -> Directory:
   """Returns a directory of steps: a path itself, or that of a workdir."""
-  directory = as_path(path)
-  in_workdir = directory / _CHECKPOINTS
+  in_workdir = path / _CHECKPOINTS
   # A workdir may have more whose name could be that of a step: slurm-1234.
-  if in_workdir.is_dir() and (find(in_workdir) or not find(directory, OURS)):
+  if in_workdir.is_dir() and (find(in_workdir) or not find(path, OURS)):
     return in_workdir
-  return directory
+  return path
 
 
-def no_steps(directory: files.Path) -> ValueError:
+def no_steps(path: Directory) -> ValueError:
   """Returns the error of a path that has no steps; it says why."""
-  path, why = as_path(directory), "it has no steps"
+  why = "it has no steps"
   if not path.exists():
     why = "there is no such path"
   elif is_step(path):
     why = "it is a file or a step, not a directory of steps"
-  return ValueError(f"no checkpoint in {directory}: {why}.")
+  return ValueError(f"no checkpoint in {path}: {why}.")
 
 
-def look(directory: files.Path) -> tuple[dict[int, Directory], set[int]]:
+def look(directory: Directory) -> tuple[dict[int, Directory], set[int]]:
   """Returns the path of each step, and which steps are visibly damaged.
 
   They are the steps of `Checkpointer` and of `flax.training.checkpoints`.
@@ -145,7 +143,7 @@ def read(
 
 
 def read_newest(
-  directory: files.Path,
+  directory: Directory,
   step: int | None,
   read_step: Callable[[Directory], _T],
   list_steps: Callable[[], Mapping[int, Directory]],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args, Literal
+from typing import Any, ClassVar, get_args, Literal
 
 import jax.numpy as jnp
 
@@ -17,11 +17,15 @@ Name = Literal["float32", "mixed_float16", "mixed_bfloat16"]
 class Policy:
   """A precision policy by name, after Keras' `mixed_precision.Policy`.
 
-  Parameters are float32 in every policy. Modules cast inputs and parameters to
-  the compute dtype: Flax's layers take both as `**policy.dtypes`.
+  Modules cast inputs and parameters to the compute dtype: Flax's layers take
+  both as `**policy.dtypes`.
 
-  Args:
+  Attributes:
     name: `"float32"`, `"mixed_float16"` or `"mixed_bfloat16"`.
+    param_dtype: The dtype in which parameters are stored and updated, float32
+      in every policy.
+    output_dtype: The dtype of a model's outputs, and so of its loss, float32
+      too.
 
   Raises:
     TypeError: The name is not a string.
@@ -35,6 +39,10 @@ class Policy:
   """
 
   name: str = "float32"
+  # An update is often smaller than half the spacing of 16-bit numbers.
+  param_dtype: ClassVar[jnp.dtype] = jnp.dtype(jnp.float32)
+  # A float16 sum of losses overflows above 65504.
+  output_dtype: ClassVar[jnp.dtype] = jnp.dtype(jnp.float32)
 
   def __post_init__(self) -> None:
     checks.one_of("Policy: name", self.name, get_args(Name))
@@ -45,18 +53,6 @@ class Policy:
     return jnp.dtype(self.name.removeprefix("mixed_"))
 
   @property
-  def param_dtype(self) -> jnp.dtype:
-    """The dtype in which parameters are stored and updated: float32."""
-    # An update is often smaller than half the spacing of 16-bit numbers.
-    return jnp.dtype(jnp.float32)
-
-  @property
   def dtypes(self) -> dict[str, Any]:
     """The arguments `dtype` and `param_dtype` of Flax's layers."""
     return {"dtype": self.compute_dtype, "param_dtype": self.param_dtype}
-
-  @property
-  def output_dtype(self) -> jnp.dtype:
-    """The dtype of a model's outputs, and so of its loss: float32."""
-    # A float16 sum of losses overflows above 65504.
-    return jnp.dtype(jnp.float32)

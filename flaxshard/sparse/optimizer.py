@@ -335,21 +335,19 @@ def with_shardings(tx: Any, params: PyTree) -> Any:
   return _create(tx.inner, tx.patterns, tx.semantics, tx.argument, *split)
 
 
-def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:
+def wrap(tx: Any, sparse: Any, semantics: Any) -> Any:
   """Returns `sparse_rows` around an optimizer if there are patterns.
 
   Args:
     tx: The optax optimizer.
     sparse: Patterns; none leaves `tx` as it is.
     semantics: See `sparse_rows`.
-    prefix: What precedes the names of the arguments in errors.
   """
   if sparse:
-    return sparse_rows(tx, sparse, semantics, argument=f"{prefix}sparse")
+    return sparse_rows(tx, sparse, semantics, argument="sparse")
   if semantics != "lazy":
     raise ValueError(
-      f"{prefix}sparse_semantics={semantics!r} needs {prefix}sparse, the "
-      "patterns of the tables."
+      f"sparse_semantics={semantics!r} needs sparse, the patterns of tables."
     )
   return tx
 

@@ -162,7 +162,8 @@ def load(
   if step is not None or not devices.has_workers(config):
     number, state = restore()
   else:
-    has_steps = bool(steps.find(steps.directory_of_steps(workdir)))
+    path = steps.directory_of_steps(steps.as_path(workdir))
+    has_steps = bool(steps.find(path))
     newest = restore() if has_steps else (0, setup.create_state())
     found = _find_final_center(workdir, *newest)
     # Without a step, restoring says what is missing.
@@ -250,7 +251,7 @@ def _best_step(config: Any, workdir: str) -> int:
   with multihost.raise_on_all_processes(ValueError):
     mode = config_lib.resolve_mode(metric, config.best_mode)
     ranking = keep.Keep(best_metric=metric, best_mode=mode)
-    number = keep.best_step(workdir, ranking)
+    number = keep.best_step(steps.as_path(workdir), ranking)
     if number is None:
       raise ValueError(
         f"step='best': no checkpoint in {workdir} has a finite {metric}."

@@ -109,10 +109,14 @@ class Setup:
         "config.batch_size", config.batch_size, self.splits
       )
     self.batch_size = config.batch_size // rank.num_workers
-    tx, self.schedule = optimizer.create(config)
-    self._tx = sparse_optimizer.wrap(
-      tx, config.sparse, config.sparse_semantics, prefix="config."
-    )
+    self._tx, self.schedule = optimizer.create(config)
+    if config.sparse:
+      self._tx = sparse_optimizer.sparse_rows(
+        self._tx,
+        config.sparse,
+        config.sparse_semantics,
+        argument="config.sparse",
+      )
     with registry.errors_name("config.wrappers"):
       self._wrappers = _create_wrappers(config)
       stack.check_replicas(self._wrappers, strategy.num_replicas_in_sync)

@@ -33,6 +33,7 @@ _BUILTIN: dict[str, Mapping[str, Any]] = {
 # The first field of each turns the others on.
 _SWITCHES = (
   ("best_metric", "best_mode", "keep_best"),
+  ("sparse", "sparse_semantics"),
   *(
     tuple(path for path in FIELDS if path.startswith(f"{group}."))
     for group in ("early_stopping", "init_from", "lora")
