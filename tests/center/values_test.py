@@ -26,7 +26,9 @@ PARAMS = {
 XS = np.array([0.5, 1.0, 2.0, 4.0], np.float32)
 SGD = optax.sgd(1.0)
 MOMENTUM = optax.sgd(0.25, momentum=0.5)
-OUTER = optax.adam(0.05)
+STREAMING = agn(
+  4, "mean", True, optax.adam(0.05), fragments=2, delay=1, blend=0.5
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:AGN. communication_period")
 
@@ -68,12 +70,7 @@ def train_alone(state, step, steps, x):
     ("momentum", agn(3, "sequential", delay=1, blend=0.5), 1),
     ("sgd", agn(3, "mean", True, fragments=3), 3),
     ("sgd", agn(3, "sequential"), 3),
-    # Streaming DiLoCo.
-    (
-      "adam",
-      agn(4, "mean", True, OUTER, fragments=2, delay=1, blend=0.5),
-      2,
-    ),
+    ("adam", STREAMING, 2),
   ],
 )
 def test_every_step_equals_the_reference(name, wrapper, workers):

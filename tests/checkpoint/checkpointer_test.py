@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import v1 as ocp_v1
-import plain_states
 import pytest
 from tree_equality import assert_trees_equal
 
@@ -221,12 +220,17 @@ def test_plain_item_names_the_item_of_the_train_state(tmp_path):
     assert checkpointer.all_steps() == [3, 4]
 
 
-def test_custom_manager_saves_and_restores(tmp_path):
+def test_a_manager_of_orbax_saves_and_restores(tmp_path):
   state = states.weights(2.0)
   options = ocp.CheckpointManagerOptions(
     step_prefix="step", step_format_fixed_length=6
   )
-  with ocp.CheckpointManager(tmp_path, options=options) as manager:
+  handlers = fs.checkpoint.item_handlers() | {
+    "more": ocp.JsonCheckpointHandler()
+  }
+  with ocp.CheckpointManager(
+    tmp_path, options=options, item_handlers=handlers
+  ) as manager:
     for number in (1, 20):
       wanted = state.replace(step=jnp.int32(number))
       items = {"more": ocp.args.JsonSave({"a": 1})}
@@ -236,31 +240,17 @@ def test_custom_manager_saves_and_restores(tmp_path):
       restored = fs.checkpoint.restore(manager, states.weights())
       assert_trees_equal(restored, wanted)
     assert int(fs.checkpoint.restore(manager, state, 1).step) == 1
+    plain = ocp.args.StandardRestore(states.abstract(wanted.without_wrappers()))
+    read = manager.restore(
+      20,
+      args=ocp.args.Composite(default=plain, wrappers=ocp.args.PyTreeRestore()),
+    )
+  assert_trees_equal(read["default"], wanted.without_wrappers())
+  scale = read["wrappers"]["loss_scale"]["scale"]
+  assert scale == state.wrapper_states["loss_scale"].scale
   assert (tmp_path / "step_000020" / "wrappers").is_dir()
   assert int(fs.checkpoint.restore(str(tmp_path), state).step) == 20
   with ocp_v1.training.Checkpointer(tmp_path / "v1") as checkpointer:
     checkpointer.save(1, state.without_wrappers())
     restored = fs.checkpoint.restore(checkpointer, states.weights())
   assert_trees_equal(restored, state)
-
-
-def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
-  state = plain_states.changed(states.our_state("loss_scale"))
-  template = jax.tree.map(
-    ocp.utils.to_shape_dtype_struct, state.without_wrappers()
-  )
-  handlers = fs.checkpoint.item_handlers()
-  with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
-    manager.save(1, args=fs.checkpoint.save_args(state))
-    read = manager.restore(
-      1,
-      args=ocp.args.Composite(
-        default=ocp.args.StandardRestore(template),
-        wrappers=ocp.args.PyTreeRestore(),
-      ),
-    )
-    assert_trees_equal(*map(plain_states.fields_of, (read["default"], state)))
-    scale = read["wrappers"]["loss_scale"]["scale"]
-    assert scale == state.wrapper_states["loss_scale"].scale
-    manager.save(2, args=fs.checkpoint.save_args(state))
-  assert (tmp_path / "2" / "wrappers").is_dir()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sparse_states import dense
 
 import flaxshard as fs
 
@@ -16,15 +17,6 @@ VALUES = np.arange(1.0, 15.0, dtype=np.float32).reshape(7, 2)
 INDICES = np.array([11, 3, 0, 3, 5, 12, -1])
 USED = [0, 3, 5, 11]
 SLICES = fs.IndexedSlices(INDICES, VALUES, TABLE.shape)
-
-
-def dense(slices):
-  """Returns the whole array, by NumPy."""
-  array = np.zeros(slices.dense_shape, np.float32)
-  indices, values = jax.device_get((slices.indices, slices.values))
-  is_row = (indices >= 0) & (indices < len(array))
-  np.add.at(array, indices[is_row], values[is_row])
-  return array
 
 
 DENSE = dense(SLICES)

@@ -8,7 +8,6 @@ from tree_equality import assert_trees_equal
 
 from flaxshard import train
 from flaxshard.examples import recsys
-from flaxshard.examples import regression
 from flaxshard.train.config import files
 
 
@@ -54,20 +53,10 @@ def test_vae_is_far_better_than_independent_pixels(tmp_path):
 def test_regression_is_more_likely_than_least_squares(tmp_path):
   _, row = run(tmp_path, "regression")
 
-  def arrays(examples):
-    x = [[*example["measurements"], 1.0] for example in examples]
-    return np.array(x), np.stack([example["target"] for example in examples])
-
-  splits = regression.Task().load_data()
-  (x, y), (x_eval, y_eval) = arrays(splits.train), arrays(splits.eval)
-  weights = np.linalg.lstsq(x, y)[0]
-  variance = np.square(y - x @ weights).mean()
-  errors = np.square(y_eval - x_eval @ weights)
-  nats = (np.log(2 * np.pi * variance) + errors / variance).mean() / 2
-  r2 = 1 - errors.mean() / y_eval.var()
-  assert (nats, r2) == pytest.approx((1.249, 0.463), abs=1e-3)
-  assert row["eval_loss"] < nats - 0.03
-  assert row["eval_r2"] > r2 - 0.03
+  # A normal distribution around the line of least squares has 1.249 nats, and
+  # the line a coefficient of determination of 0.463.
+  assert row["eval_loss"] < 1.249 - 0.03
+  assert row["eval_r2"] > 0.463 - 0.03
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sparse_states import dense
 import tree_equality
 
 import flaxshard as fs
@@ -119,14 +120,6 @@ def compiled():
     return results
 
   return jax.device_get(jax.jit(run)(TABLE, BIAS)), found
-
-
-def dense(slices):
-  """Returns the whole array, without compiling an operation for each shape."""
-  array = np.zeros(slices.dense_shape, np.float32)
-  is_row = slices.indices < len(array)
-  np.add.at(array, slices.indices[is_row], slices.values[is_row])
-  return array
 
 
 @pytest.mark.parametrize("name", LOOKUPS)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 from tree_equality import assert_trees_close
 
 import flaxshard as fs
@@ -173,8 +174,9 @@ def test_create_keeps_the_sharding_of_given_arrays():
   split = put(X, None, "model")
   params = {"split": split, "whole": put(X), "one": jnp.asarray(X), "numpy": X}
   stats = {"mean": put(X, "model"), "var": X}
-  create = lambda params, stats, **kwargs: fs.TrainState.create(
-    apply_fn=None, params=params, tx=ADAM, batch_stats=stats, **kwargs
+  wrappers = [fs.EMA(), fs.Accumulate(2)]
+  create = lambda params, stats, **kwargs: quadratic_states.create(
+    wrappers, ADAM, params, batch_stats=stats, **kwargs
   )
   plain = create(*jax.device_get((params, stats)))
   state = create(params, stats, strategy=STRATEGY)
@@ -183,6 +185,8 @@ def test_create_keeps_the_sharding_of_given_arrays():
     "opt_state/0/mu/split": P(None, "model"),
     "opt_state/0/nu/split": P(None, "model"),
     "batch_stats/mean": P("model"),
+    "wrapper_states/ema/params/split": P(None, "model"),
+    "wrapper_states/accumulate/grads/split": P(None, "model"),
   }
   assert_trees_close(state, plain)
 

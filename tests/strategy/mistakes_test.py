@@ -112,11 +112,7 @@ def changes_a_shape(state, batch):
     (lambda: steps({"x": X[:0]}), ValueError, "batches"),
     (lambda: steps({"x": X, "y": Y[:2]}), ValueError, r"\[\(2,\), \(3,\)\]"),
     (lambda: steps([batch(0), SHORTER]), ValueError, "same shape"),
-    (
-      lambda: steps(sharded(EIGHT, 0)),
-      ValueError,
-      r"batches\[x\] .*\(16, 8\).* list",
-    ),
+    (lambda: steps(sharded(EIGHT, 0)), ValueError, r"\[x\] .*\(16, .* list"),
     (lambda: good(reduce="max"), ValueError, "reduce .*'max'"),
     (lambda: good(changes_a_shape), TypeError, r"carry.*params\['w1'\]"),
   ],

@@ -171,10 +171,7 @@ def check_earlier_run(workdir, latest_step, num_examples=1437, **fields):
       {"learning_rate": 0.5},
       "config.learning_rate: 0.01 -> 0.5. above 8; config.resume='extend'",
     ),
-    (
-      {"num_train_steps": 2, "resume": "extend"},
-      "config.num_train_steps: 8 -> 2 above 8;",
-    ),
+    ({"num_train_steps": 2, "resume": "extend"}, "num_train_steps: 8 -> 2 8;"),
     ({"num_train_steps": 9}, "config.num_train_steps: 8 -> 9 =extend"),
     # Another number of examples under the same config.
     ({"num_examples": 96}, "number of training examples=96, 1437,"),

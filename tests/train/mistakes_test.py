@@ -61,6 +61,7 @@ BEST = {"best_metric": "eval_loss", "eval_every_steps": 3}
 TWICE = {"axes": (("x", 2),), "logical_devices": 2}
 GROUPS = ("cross_shard", {"group_assignment": ((2, 0), (3, 1))})
 EIGHT = {"logical_devices": 8}
+NINE = {"axes": (("x", 3), ("y", 3))}
 AXIS = {"axes": (("x", 8),)}
 COSINE = {"name": "cosine", "warmup_steps": -1}
 RULES = (("kernell", ("replica",)),)
@@ -123,10 +124,7 @@ def test_check_names_a_field_its_value_and_what_is_allowed(fields, facts):
     # The devices.
     ({"mesh": {"replica": 9}}, "config.mesh.replica=9 8"),
     # No replica fits: the message says what one would need.
-    (
-      {"mesh": {"axes": (("x", 3), ("y", 3))}},
-      "config.mesh.replica=-1 .axes 9",
-    ),
+    ({"mesh": NINE}, "config.mesh.replica=-1 .axes 9"),
     ({"batch_size": 12}, "config.batch_size=12 8 config.mesh.replica="),
     ({"mesh": {"virtual_devices": 4}}, "config.mesh.virtual_devices=4 8 cpu"),
     # How batches are split. Of 16 examples, each of two replicas splits 8.
@@ -199,6 +197,9 @@ def share(**fields):
   return devices.config_of_worker(check(wrappers=STORE, **fields), 4)
 
 
+MISSPELT = {"name": f"{_THIS}:Hook", "nam": 1}
+
+
 def create_hooks(*named, argument=()):
   return hooks.create(check(hooks=named), argument, ".")
 
@@ -221,10 +222,7 @@ def create_hooks(*named, argument=()):
     ),
     # Hooks.
     (lambda: create_hooks(f"{_THIS}:Hok"), "config.hooks[0] mean 'Hook'"),
-    (
-      lambda: create_hooks({"name": f"{_THIS}:Hook", "nam": 1}),
-      "config.hooks[0] 'nam'",
-    ),
+    (lambda: create_hooks(MISSPELT), "config.hooks[0] 'nam'"),
     (lambda: create_hooks(argument=(Hook,)), "hooks[0] Hook"),
   ],
 )

@@ -1,7 +1,5 @@
 """Set-up of a run: its devices, its workers' shares, its wrappers."""
 
-import re
-
 import flax.linen as nn
 import jax
 import pytest
@@ -62,21 +60,6 @@ def test_batches_are_split_over_the_mesh(mesh, pieces, shape, spec):
   batch = setup.arguments[setup_lib.BATCH]
   specs = {key: x.sharding.spec for key, x in batch.items()}
   assert specs == {"inputs": spec, "labels": jax.P("replica")}
-
-
-def test_a_spatial_split_exchanges_borders_only():
-  setup = create_setup(
-    model={"name": "cnn", "features": (4,), "dense": 8},
-    mesh={"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}},
-    precision="float32",
-    wrappers=(),
-  )
-  text = setup.trace().lower().compile().as_text()
-  # Neighbors exchange the borders of their pieces ...
-  assert "collective-permute" in text
-  # ... and nobody gets whole images, nor the first layer's.
-  gathered = re.findall(r"= (\S+) all-gather", text)
-  assert not [s for s in gathered if re.match(r"f32\[16,8,8,[14]\]", s)]
 
 
 def test_rank_is_found_in_the_environment(monkeypatch):

@@ -138,17 +138,6 @@ def test_replicas_take_the_update_of_one_large_batch(wrappers):
   assert_close(state.params, large.params, rtol=1e-5)
 
 
-def test_sums_and_averages_are_sharded_like_the_parameters():
-  strategy = fs.Strategy()
-  sharding = jax.sharding.NamedSharding(strategy.mesh, jax.P("replica"))
-  params = {"w1": jax.device_put(PARAMS["w1"], sharding)}
-  states = create(
-    [fs.Accumulate(2), fs.EMA()], params=params, strategy=strategy
-  ).wrapper_states
-  assert states["accumulate"].grads["w1"].sharding == sharding
-  assert states["ema"].params["w1"].sharding == sharding
-
-
 def test_another_number_of_replicas_starts_a_new_sum(tmp_path, caplog):
   wrappers = [fs.Accumulate(3, per_replica=True)]
   state = create(wrappers, strategy=fs.Strategy())
