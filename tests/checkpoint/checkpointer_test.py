@@ -245,10 +245,11 @@ def test_a_manager_of_orbax_saves_and_restores(tmp_path):
       20,
       args=ocp.args.Composite(default=plain, wrappers=ocp.args.PyTreeRestore()),
     )
+    manager.save(21, args=fs.checkpoint.save_args(wanted))
   assert_trees_equal(read["default"], wanted.without_wrappers())
   scale = read["wrappers"]["loss_scale"]["scale"]
   assert scale == state.wrapper_states["loss_scale"].scale
-  assert (tmp_path / "step_000020" / "wrappers").is_dir()
+  assert (tmp_path / "step_000021" / "wrappers").is_dir()
   assert int(fs.checkpoint.restore(str(tmp_path), state).step) == 20
   with ocp_v1.training.Checkpointer(tmp_path / "v1") as checkpointer:
     checkpointer.save(1, state.without_wrappers())
