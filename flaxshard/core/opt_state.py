@@ -194,24 +194,26 @@ def parameters_of(opt_state: PyTree, params: PyTree) -> list[Path | None]:
   # Not optax.tree_utils.tree_map_params: it calls `tx.init` on placeholders,
   # which fails for L-BFGS and for optimizers that compute with the parameters.
   known = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
+  flat = jax.tree_util.tree_leaves_with_path(opt_state)
   # The roots of subtrees that have a leaf which is not a slot. A leaf alone
   # does not decide: `count` may be a parameter and a field of the optimizer.
   mixed = {
     path[:start]
-    for path in paths
+    for path, _ in flat
     for start in range(len(path) + 1)
     if path[start:] not in known
   }
 
-  def find_parameter(path: Path) -> Path | None:
+  def find_parameter(path: Path, leaf: Any) -> Path | None:
+    if known == {()} and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      return None  # a count: every leaf ends with the path of a single array
     # The largest subtree first.
     for start in range(len(path) + 1):
       if path[:start] not in mixed:
         return path[start:]
     return None
 
-  return [find_parameter(path) for path in paths]
+  return [find_parameter(path, leaf) for path, leaf in flat]
 
 
 def map_leaves(

@@ -249,7 +249,8 @@ class Optimizer(nnx.Optimizer[M]):
 
     Returns:
       Without wrappers the updates of the optimizer, as `nnx.Optimizer` does.
-      With wrappers the changes of the parameters; zeros in a skipped step.
+      With wrappers, or a None as a gradient, the changes of the parameters;
+      zeros in a skipped step.
 
     Raises:
       TypeError: The module stands in the place of the gradients; or, with
@@ -262,7 +263,9 @@ class Optimizer(nnx.Optimizer[M]):
         f"update: grads is the module, a {type(grads).__name__}. Write "
         "optimizer.update(model, grads)."
       )
-    if not self.wrappers:
+    leaves = jax.tree.leaves(grads, is_leaf=gradients.is_leaf)
+    # NNX's optimizer takes no None, the gradient of an integer.
+    if not self.wrappers and all(g is not None for g in leaves):
       return super().update(model, grads, **kwargs)
     extra_arguments.check(self.tx, kwargs)
     params = self._params(model)
@@ -295,7 +298,8 @@ class Optimizer(nnx.Optimizer[M]):
     if jax.tree.leaves(self.before):
       self.before = nnx.data(nnx.State({}))
     self._assign(result.step, result.opt_state, result.wrapper_states)
-    return jax.tree.map(lambda n, o: n - o, result.params, params)
+    change = lambda n, o: n != o if n.dtype == bool else n - o
+    return jax.tree.map(change, result.params, params)
 
   def eval_params(self, model: Any) -> PyTree:
     """Returns the parameters to evaluate and to export.

@@ -137,7 +137,7 @@ class Accumulate(base.Base):
     """Adds the gradients to the sum; calls `next` when it is complete."""
     count = state.num_batches + 1
     total = trees.map_both(
-      lambda x, g: (x + g).astype(x.dtype), state.grads, grads
+      lambda x, g: x + g.astype(x.dtype), state.grads, grads
     )
 
     def update(target: base.Target, total: PyTree) -> tuple[Any, PyTree]:

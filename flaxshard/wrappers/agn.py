@@ -354,7 +354,7 @@ class AGN(base.Base):
       local_params=local.params,
       local_opt_state=local.opt_state,
       grad_accum=trees.map_both(add, state.grad_accum, added),
-      local_step=state.local_step + applied,
+      local_step=state.local_step + applied.astype(jnp.int32),
       collections=collections,
       received=state.received | received,
     )

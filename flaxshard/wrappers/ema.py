@@ -149,5 +149,5 @@ class EMA(base.Base):
         trees.map_both(cast_like, average, new.params), average, step_size
       ),
       weight=jnp.where(applied, weight, state.weight),
-      num_updates=state.num_updates + applied,
+      num_updates=state.num_updates + applied.astype(jnp.int32),
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flaxshard.core import extra_arguments
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
+from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 from flaxshard.wrappers import step as step_lib
@@ -118,7 +119,7 @@ class Wrapped:
     return step_lib.value_and_grad(
       self.tx,
       self.wrappers,
-      state.wrapper_states,
+      self._map_rows(lambda _, x: x[0], state.wrapper_states),
       params,
       loss_fn,
       args,
@@ -150,17 +151,27 @@ class Wrapped:
       params=jax.tree.map(trees.drop_weak_type, params),
       opt_state=state.opt_state,
       collections={},
-      wrapper_states=state.wrapper_states,
+      wrapper_states=self._map_rows(lambda _, x: x[0], state.wrapper_states),
       new_collections={},
     )
     new = step_lib.update(self.tx, self.wrappers, target, grads, extra)
-    return new.params, WrappedState(new.step, new.opt_state, new.wrapper_states)
+    states = self._map_rows(lambda _, x: x[None], new.wrapper_states)
+    return new.params, WrappedState(new.step, new.opt_state, states)
 
   def eval_params(self, params: PyTree, state: WrappedState) -> PyTree:
     """Returns the parameters to evaluate, such as the average of `EMA`."""
     params = jax.tree.map(trees.drop_weak_type, params)
     states = stack.local_states(self.wrappers, state.wrapper_states)
     return stack.params(self.wrappers, states, params, "eval")
+
+  def _map_rows(self, fn: Any, states: dict[str, Any]) -> dict[str, Any]:
+    """Maps a function over the per-replica leaves inside of `Strategy.run`.
+
+    There a state has the row of its replica, as a train state has not.
+    """
+    if replica_context.get_replica_context() is None:
+      return states
+    return stack.map_per_replica(fn, self.wrappers, states)
 
   def metrics(self, state: WrappedState) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics by name, such as `loss_scale`."""

@@ -258,9 +258,20 @@ class ArrayLinear(nnx.Module):
     return x @ self.w
 
 
+class Masked(nnx.Module):
+  def __init__(self):
+    self.w = nnx.Param(jnp.ones((4, 1)))
+    self.mask, self.n = nnx.Param(jnp.arange(4) < 3), nnx.Param(jnp.array(2))
+
+  def __call__(self, x):
+    return self.n * (x * self.mask) @ self.w
+
+
 @pytest.mark.parametrize(
   ("model", "options", "kept"),
   [
+    (Masked, {}, {"0/mask/value", "0/n/value"}),
+    (Masked, {"wrappers": ()}, {"0/mask/value", "0/n/value"}),
     # Arrays that are no variables.
     (ArrayLinear, {"wrt": lambda path, _: path[-1] == "w"}, set()),
     (lora, {"wrt": nnx.LoRAParam}, {"0/kernel/value", "0/bias/value"}),

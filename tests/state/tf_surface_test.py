@@ -215,6 +215,8 @@ def test_values_by_any_name():
   np.testing.assert_allclose(state.get_slot("w", "v"), 0.5 * (2 * W) ** 2)
   slots = ("count", "mu/b/c", "mu/w", "nu/b/c", "nu/w")
   assert list(state.variables()) == [f"opt_state/0/{slot}" for slot in slots]
+  # The path of a single array is that of every leaf.
+  assert create(params=W, tx=optax.adam(RATE)).get_slot_names() == ["m", "v"]
   # Each of two optimizers has one of the parameters.
   tx = {"slow": optax.adam(RATE), "fast": optax.sgd(RATE, momentum=0.9)}
   tx = optax.partition(tx, {"w": "slow", "b": {"c": "fast"}})

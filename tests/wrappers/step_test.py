@@ -49,6 +49,7 @@ class OtherAffine(Affine):
 create = functools.partial(
   quadratic_states.create, params={"w": np.array([2.0, -3.0], np.float32)}
 )
+AGN = fs.AGN(2, commit="mean")
 step = jax.jit(lambda state, g: state.apply_gradients(grads={"w": g}))
 
 
@@ -83,7 +84,7 @@ def test_the_outermost_wrapper_sees_gradients_first():
   [
     ([fs.LossScale("dynamic")], {"w": np.full((128, 128), 0.5, "f")}),
     (
-      [fs.LossScale("dynamic"), fs.AGN(2, commit="mean")],
+      [fs.LossScale("dynamic"), AGN],
       {"w": np.array([[1.0, -2.0], [0.5, 0.25]], "f"), "b": np.ones(2, "f")},
     ),
   ],
@@ -106,6 +107,9 @@ def test_eager_steps_do_not_compile_again(wrappers, params):
 
 
 # Without a TrainState.
+
+
+STRATEGY = fs.Strategy()
 
 
 def loss_fn(params, x):
@@ -146,6 +150,33 @@ def test_wrap_equals_a_train_state(jit):
   assert int(opt.metrics(state)["skipped_steps"]) == 3
   assert int(state.step) == 1
   assert_trees_equal(opt.eval_params(params, state), other.eval_params)
+
+
+@pytest.mark.parametrize(
+  "wrappers",
+  [[fs.EMA(0.5), AGN], [fs.Accumulate(2, per_replica=True)]],
+)
+def test_wrap_in_run_equals_a_train_state(wrappers):
+  tx = optax.sgd(0.125, momentum=0.5)
+  opt, params = fs.wrap(tx, wrappers), make_params()
+  state, run = opt.init(params), STRATEGY.run
+  other = quadratic_states.create(wrappers, tx, params, strategy=STRATEGY)
+
+  def step(params, state, x):
+    grads = opt.value_and_grad(loss_fn, params, state, x)[1]
+    return opt.update(grads, state, params)
+
+  with jax.numpy_dtype_promotion("strict"):
+    for x in np.random.default_rng(0).normal(size=(3, 8, 3)):
+      x = STRATEGY.shard_batch(np.float32(x))
+      params, state = run(step, (params, state, x))
+      other = run(lambda state, x: state.minimize(loss_fn, x)[0], (other, x))
+  assert_trees_equal(STRATEGY.local_results(params)[5], other.params)
+  states = jax.tree.map(
+    np.squeeze, (state.wrapper_states, other.wrapper_states)
+  )
+  for ours, wanted in zip(*map(jax.tree.leaves, states), strict=True):
+    np.testing.assert_array_equal(*np.broadcast_arrays(ours, wanted))
 
 
 def test_a_step_may_donate_and_orbax_saves_the_state(tmp_path):
