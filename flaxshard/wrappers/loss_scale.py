@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
@@ -300,7 +299,7 @@ class LossScale(base.Base):
     """
     if not state:
       return grads
-    divide = _divider(state.scale)
+    by = _divisor(state.scale)
 
     def unscale(g: jax.Array) -> jax.Array:
       if _known(g, state.scale):
@@ -308,7 +307,7 @@ class LossScale(base.Base):
           "unscale_gradients: the gradients are unscaled already, as "
           "value_and_grad returns them. Pass them to apply_gradients."
         )
-      unscaled = divide(g)
+      unscaled = _divide(g, by)
       is_narrow = isinstance(g, jax.core.Tracer) and g.dtype.itemsize == 2
       _unscaled[id(unscaled)] = _Unscaled(state.scale, g if is_narrow else None)
       end = weakref.finalize(unscaled, _unscaled.pop, id(unscaled), None)
@@ -347,9 +346,9 @@ class LossScale(base.Base):
     given = jax.tree.map(narrow, grads)
 
     def update(target: base.Target, given: PyTree) -> base.Target:
-      divide = _divider(state.scale)
+      by = _divisor(state.scale)
       unscaled = jax.tree.map(
-        lambda x, g: x if x.dtype == g.dtype else divide(x), given, grads
+        lambda x, g: x if x.dtype == g.dtype else _divide(x, by), given, grads
       )
       return next(target, unscaled)
 
@@ -377,16 +376,20 @@ def _known(g: jax.Array, scale: jax.Array) -> _Unscaled | None:
   return known if known and known.scale is scale else None
 
 
-def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
-  """Returns a function that divides by a scale, in float32 or wider."""
+# One program in an eager step too, which would dispatch each operation.
+@functools.partial(jax.jit, inline=True)
+def _divisor(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns a factor and a divisor: together they divide by a scale."""
   # XLA turns a division by a broadcast scalar into a multiplication by its
   # reciprocal. The reciprocal of 2**127 is subnormal and reads as zero. So the
   # largest scales are divided out in two steps, which the barrier keeps apart.
   factor = jnp.where(scale > 2.0**125, np.float32(0.25), np.float32(1.0))
-  factor, divisor = jax.lax.optimization_barrier((factor, scale * factor))
+  return jax.lax.optimization_barrier((factor, scale * factor))
 
-  def divide(x: jax.Array) -> jax.Array:
-    x = gradients.widen(x)
-    return x * factor.astype(x.real.dtype) / divisor.astype(x.real.dtype)
 
-  return divide
+@functools.partial(jax.jit, inline=True)
+def _divide(x: jax.Array, by: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """Divides an array by what `_divisor` returns, in float32 or wider."""
+  x = gradients.widen(x)
+  factor, divisor = (y.astype(x.real.dtype) for y in by)
+  return x * factor / divisor
