@@ -13,7 +13,7 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.data import sharding
-from flaxshard.partitioning import specs as specs_lib
+from flaxshard.partitioning import mesh as mesh_lib
 
 PyTree = Any
 
@@ -202,14 +202,14 @@ class Padder:
     sizes = [0 if isinstance(n, str) else n for n in shape]
     if self.mask is None:
       sizes[0] = self._rows * self._count
-    specs_lib.check(where, spec, tuple(sizes), self.mesh)
-    rows_axes = specs_lib.dims_of(spec, len(shape))[0]
-    if self._count > 1 and specs_lib.REPLICA not in rows_axes:
+    mesh_lib.check_spec(where, spec, tuple(sizes), self.mesh)
+    rows_axes = mesh_lib.dims_of(spec, len(shape))[0]
+    if self._count > 1 and mesh_lib.REPLICA not in rows_axes:
       raise ValueError(
         f"{where}: {spec} must split its leading dimension over 'replica': "
         "each process has some of the rows."
       )
-    return specs_lib.parts(spec, len(shape), self.mesh.shape)
+    return mesh_lib.parts(spec, len(shape), self.mesh.shape)
 
   def _describe(self, batch: sharding.HostBatch) -> dict[str, _Leaf]:
     """Returns what all batches must share, by path."""

@@ -19,8 +19,7 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
-from flaxshard.partitioning.specs import Mesh
+from flaxshard.partitioning.mesh import Mesh
 
 PyTree = Any
 
@@ -82,8 +81,8 @@ def _keep_replica_split(
   if isinstance(sharding, jax.sharding.NamedSharding) and (
     sharding.mesh.shape.get(mesh_lib.REPLICA) == mesh.shape[mesh_lib.REPLICA]
   ):
-    old = specs_lib.only(sharding.spec, [mesh_lib.REPLICA])
-    spec = specs_lib.merge(spec, old)
+    old = mesh_lib.only(sharding.spec, [mesh_lib.REPLICA])
+    spec = mesh_lib.merge(spec, old)
   return jax.sharding.NamedSharding(mesh, spec)
 
 
@@ -298,8 +297,8 @@ def partition_spec(
     for axis, dim in zip(axes, dims, strict=True):
       entries[dim] += (axis,)
     spec = jax.P(*entries)
-    if list(specs_lib.parts(spec, len(shape), sizes)) == pieces:
-      specs_lib.check(name, spec, shape, mesh)
+    if list(mesh_lib.parts(spec, len(shape), sizes)) == pieces:
+      mesh_lib.check_spec(name, spec, shape, mesh)
       return spec
   raise ValueError(
     f"{name} cannot be built from the mesh axes {sizes}: the number of pieces "

@@ -43,8 +43,8 @@ from flaxshard.core import patterns
 from flaxshard.core import registry
 from flaxshard.core import trees
 from flaxshard.core.patterns import PatternError
-from flaxshard.partitioning import specs as specs_lib
-from flaxshard.partitioning.specs import Mesh
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning.mesh import Mesh
 
 PyTree = Any
 
@@ -145,12 +145,12 @@ def resolve(
       source, spec = _own_spec(where, leaf, parsed.logical, mesh, strict)
     else:
       (source, _, spec), error = parsed.regexes[i], PatternError
-    specs_lib.check(f"{source}: {where}", spec, shape, mesh, error)
+    mesh_lib.check_spec(f"{source}: {where}", spec, shape, mesh, error)
     # The spec P() of a regex excludes a parameter from FSDP.
     if parsed.fsdp and (i is None or tuple(spec)):
       spec = _split_further(parsed.fsdp, mesh, shape, spec)
     paths.append(path)
-    found.append(specs_lib.shortest(spec, mesh))
+    found.append(mesh_lib.shortest(spec, mesh))
   if regexes and all(re.search(regexes[-1], path) for path in paths):
     regexes.pop()  # a catch-all
   patterns.check_used("rules", regexes, paths)
@@ -160,10 +160,10 @@ def resolve(
       f"of {argument} has logical names; {_ALLOWED}."
     )
   if parsed.fsdp:
-    axes = specs_lib.shortest(jax.P(parsed.fsdp.axis), mesh)
+    axes = mesh_lib.shortest(jax.P(parsed.fsdp.axis), mesh)
     # On a single device there is nothing to split: no mistake in the rules.
-    used = specs_lib.axes_in(axes)
-    if used and not any(used & specs_lib.axes_in(spec) for spec in found):
+    used = mesh_lib.axes_in(axes)
+    if used and not any(used & mesh_lib.axes_in(spec) for spec in found):
       raise PatternError(
         f"rules: {parsed.fsdp!r} splits none of {len(found)} parameters: they "
         "are smaller than min_size, or have no unsplit dimension that the axis "
@@ -252,7 +252,7 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
         patterns.check(name, [pattern])
         regexes.append((where, pattern, spec))
       case (str(pattern), axes) if all(
-        isinstance(axis, str) for axis in specs_lib.axes_of(axes)
+        isinstance(axis, str) for axis in mesh_lib.axes_of(axes)
       ):
         # Flax's logical_to_mesh_axes takes tuples, not lists.
         axes = tuple(axes) if isinstance(axes, list) else axes
@@ -260,8 +260,8 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
       case _:
         raise checks.ArgumentTypeError(f"{where} is no rule; {_ALLOWED}.")
     if mesh is not None:
-      axes = jax.P(specs_lib.axes_of(axes))
-      specs_lib.check(where, axes, None, mesh, PatternError)
+      axes = jax.P(mesh_lib.axes_of(axes))
+      mesh_lib.check_spec(where, axes, None, mesh, PatternError)
   return _Rules(regexes, logical, fsdp)
 
 
@@ -269,12 +269,12 @@ def _split_further(
   fsdp: FSDP, mesh: Mesh, shape: tuple[int, ...], spec: jax.P
 ) -> jax.P:
   """Returns a spec that splits one more dimension of a large array, if any."""
-  dims = list(specs_lib.dims_of(spec, len(shape)))
-  axes = specs_lib.axes_of(fsdp.axis)
+  dims = list(mesh_lib.dims_of(spec, len(shape)))
+  axes = mesh_lib.axes_of(fsdp.axis)
   size = math.prod(mesh.shape[axis] for axis in axes)
   free = [i for i, n in enumerate(shape) if not dims[i] and n % size == 0]
   # A mesh axis can split an array only once.
-  is_split = not specs_lib.axes_in(spec).isdisjoint(axes)
+  is_split = not mesh_lib.axes_in(spec).isdisjoint(axes)
   if not free or is_split or math.prod(shape) < fsdp.min_size:
     return spec
   # Of equal dimensions `max` returns the first.

@@ -13,7 +13,6 @@ import jax
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs
 from flaxshard.plans import traffic
 
 PyTree = Any
@@ -65,7 +64,7 @@ class Leaf:
     """Mesh axes along each dimension, also those of one device."""
     if not isinstance(self.sharding, jax.sharding.NamedSharding):
       return ((),) * len(self.shape)
-    return specs.dims_of(self.sharding.spec, len(self.shape))
+    return mesh_lib.dims_of(self.sharding.spec, len(self.shape))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,6 @@ from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import rows
 
 PyTree = Any
@@ -275,7 +274,7 @@ def specs_within(params: PyTree) -> PyTree:
 
   def logical_spec(x: Any) -> jax.P:
     axes = mesh_lib.logical_axes(x.sharding.mesh)
-    return specs_lib.only(x.sharding.spec, axes)
+    return mesh_lib.only(x.sharding.spec, axes)
 
   context, shapes = _current.get(), jax.tree.map(jnp.shape, params)
   for arrived in context.params if context else ():

@@ -16,7 +16,6 @@ import numpy as np
 
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 
@@ -186,4 +185,4 @@ def has_replica_axis(spec: Any) -> bool:
   """
   # Anything else than a PartitionSpec is refused when the state is placed.
   entries = (*spec, None) if isinstance(spec, jax.P) else (None,)
-  return mesh_lib.REPLICA in specs_lib.axes_of(entries[0])
+  return mesh_lib.REPLICA in mesh_lib.axes_of(entries[0])

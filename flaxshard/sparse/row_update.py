@@ -16,7 +16,6 @@ from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 
 PyTree = Any
@@ -141,7 +140,7 @@ def split_over_devices(params: PyTree) -> Shardings:
     path: x.sharding
     for path, x in jax.tree_util.tree_leaves_with_path(optimized)
     if isinstance(x.sharding, jax.sharding.NamedSharding)
-    and any(specs_lib.dims_of(x.sharding.spec, 1)[0])
+    and any(mesh_lib.dims_of(x.sharding.spec, 1)[0])
   }
 
 
@@ -153,4 +152,4 @@ def _num_parts(sharding: jax.sharding.NamedSharding | None) -> int:
   if replica_context.get_replica_context() is not None:
     # Inside of `run` parameters that are split over replicas are whole.
     sizes[mesh_lib.REPLICA] = 1
-  return specs_lib.parts(sharding.spec, 1, sizes)[0]
+  return mesh_lib.parts(sharding.spec, 1, sizes)[0]

@@ -20,7 +20,6 @@ from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import values
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -291,13 +290,13 @@ def wrapper_specs(
   def spec_of_leaf(name: str, path: Any, x: Any, spec: Any, like: Any) -> Any:
     # Checked here: JAX's error would not name the wrapper.
     where = f"wrapper {name!r}: specs[{trees.path_string(path)}]"
-    specs_lib.check(where, spec, tuple(x.shape), mesh)
-    own = specs_lib.axes_in(spec)
+    mesh_lib.check_spec(where, spec, tuple(x.shape), mesh)
+    own = mesh_lib.axes_in(spec)
     if own <= {mesh_lib.REPLICA}:
       # An axis can split only one dimension, so axes in use are left out.
       unused = [axis for axis in mesh.axis_names if axis not in own]
-      spec = specs_lib.merge(spec, specs_lib.only(like, unused))
-    return specs_lib.shortest(spec, mesh)
+      spec = mesh_lib.merge(spec, mesh_lib.only(like, unused))
+    return mesh_lib.shortest(spec, mesh)
 
   result = {}
   for wrapper in wrappers:

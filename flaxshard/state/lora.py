@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
-from flaxshard.partitioning import specs as specs_lib
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.state import fields as fields_lib
 
 if TYPE_CHECKING:
@@ -259,14 +259,14 @@ def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
 
   def describe(_: _Path, x: Any, first: int, last: int) -> list[Any]:
     spec = x.sharding.spec if on_mesh else jax.P()
-    dims = list(zip(x.shape, specs_lib.dims_of(spec, x.ndim), strict=True))
+    dims = list(zip(x.shape, mesh_lib.dims_of(spec, x.ndim), strict=True))
     factors = []
     for dims_of_factor in _of_factors(dims, (lora.rank, ()), first, last):
       shape, axes = zip(*dims_of_factor, strict=True)
       sharding = None
       if on_mesh:
         mesh = x.sharding.mesh
-        sharding = NamedSharding(mesh, specs_lib.shortest(jax.P(*axes), mesh))
+        sharding = NamedSharding(mesh, mesh_lib.shortest(jax.P(*axes), mesh))
       factors.append(jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding))
     return factors
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import stack
 
@@ -62,7 +61,7 @@ def _is_shared(x: Any) -> bool:
   return (
     isinstance(sharding, jax.sharding.NamedSharding)
     and sharding.mesh.shape.get(mesh_lib.REPLICA, 1) > 1
-    and mesh_lib.REPLICA not in specs_lib.axes_in(sharding.spec)
+    and mesh_lib.REPLICA not in mesh_lib.axes_in(sharding.spec)
   )
 
 

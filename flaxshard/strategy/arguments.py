@@ -20,7 +20,6 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import values
 from flaxshard.wrappers import stack
 
@@ -58,7 +57,7 @@ class Leaf(NamedTuple):
   def spec(self) -> jax.P:
     """The dimensions of which each replica sees its part."""
     if self.kind == SPLIT and self.sharding is not None:
-      return specs_lib.only(self.sharding.spec, [mesh_lib.REPLICA])
+      return mesh_lib.only(self.sharding.spec, [mesh_lib.REPLICA])
     return jax.P(mesh_lib.REPLICA) if self.kind == OWN else jax.P()
 
   def check_rows(self, shape: tuple[int, ...], num_replicas: int) -> None:
@@ -198,10 +197,10 @@ def _sharding_on(mesh: Mesh, x: Any, leaf: Leaf) -> NamedSharding:
   if leaf.kind == SHARED:
     # XLA returns the state with this form of the spec. Any other form would
     # make the second step compile again.
-    spec = specs_lib.shortest(spec, mesh)
+    spec = mesh_lib.shortest(spec, mesh)
     w = leaf.wrappers or ()
     steps_alone = stack.groups_of(w) or stack.reduces(w) == "local"
-    if steps_alone and mesh_lib.REPLICA in specs_lib.axes_in(spec):
+    if steps_alone and mesh_lib.REPLICA in mesh_lib.axes_in(spec):
       raise ValueError(
         f"run: {leaf.argument} is split over 'replica', {spec}, though its "
         "wrappers let replicas step alone: split it over logical axes. "

@@ -19,7 +19,6 @@ import numpy as np
 
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import has_replica_axis
 from flaxshard.replicas.values import is_per_replica
@@ -124,7 +123,7 @@ def run(
       # jax.shard_map gathers what is stored split over the replicas, but only
       # where the axes are Auto.
       stored = leaf.sharding.spec
-      gathered = specs_lib.only(stored, mesh_lib.logical_axes(mesh))
+      gathered = mesh_lib.only(stored, mesh_lib.logical_axes(mesh))
       if gathered != stored:
         x = mesh_lib.constrain(x, NamedSharding(mesh, gathered))
     parts.append(x)

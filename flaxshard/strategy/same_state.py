@@ -24,7 +24,6 @@ from jax.extend import core
 
 from flaxshard.core import jaxprs
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
 from flaxshard.strategy import arguments
@@ -177,7 +176,7 @@ class SameStateCheck:
       return self._loop(step, carry)
     if name == "name":
       return [self._named(params["name"], given[0])]
-    axes = specs_lib.axes_of(params.get("axes", params.get("axis_name")))
+    axes = mesh_lib.axes_of(params.get("axes", params.get("axis_name")))
     if mesh_lib.REPLICA not in axes:
       return [self._unfollowed(eqn, given)] * len(eqn.outvars)
     if name == "axis_index":

@@ -9,6 +9,7 @@ import jax
 
 from flaxshard.core import checks
 from flaxshard.data import distribute
+from flaxshard.partitioning import device_mesh
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
@@ -77,7 +78,7 @@ class Strategy:
       if isinstance(device_assignment, DeviceAssignment)
       else None
     )
-    self.mesh = mesh_lib.create(
+    self.mesh = device_mesh.create(
       device_assignment, devices, mesh_shape, axis_type
     )
 

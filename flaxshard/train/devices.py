@@ -23,6 +23,7 @@ from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import device_mesh
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.processes import cluster
@@ -229,7 +230,7 @@ def strategy_of(
       f"{replicas} replicas of config.mesh.replica={mesh.replica}."
     )
   # With prime factors as axes, every split has a PartitionSpec.
-  axes = dict(mesh.axes) or mesh_lib.prime_axes(logical_count)
+  axes = dict(mesh.axes) or device_mesh.prime_axes(logical_count)
   shape = {mesh_lib.REPLICA: replicas, **axes}
   if used < len(devices):
     return Strategy(devices=devices[:used], mesh_shape=shape)

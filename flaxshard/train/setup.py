@@ -30,7 +30,6 @@ from flaxshard.data.iterators import DistributedIterator
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import PerReplica
 from flaxshard.sparse import optimizer as sparse_optimizer
@@ -231,7 +230,7 @@ class Setup:
         spec = logical_devices.partition_spec(
           mesh, (size, *example[key].shape), pieces
         )
-      batch_axes = (mesh_lib.REPLICA, *specs_lib.axes_of(spec[0]))
+      batch_axes = (mesh_lib.REPLICA, *mesh_lib.axes_of(spec[0]))
       specs[key] = jax.P(batch_axes, *spec[1:])
     return {
       key: jax.ShapeDtypeStruct(

@@ -29,7 +29,6 @@ from flaxshard.core import jaxprs
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 
 PyTree = Any
@@ -161,7 +160,7 @@ def _pick(tree: PyTree, grads: PyTree) -> PyTree:
 def _shape_on_device(x: Any, spec: jax.P) -> jax.ShapeDtypeStruct:
   """Returns shape and dtype of the part of a leaf on one logical device."""
   sizes = jax.sharding.get_abstract_mesh().shape
-  parts = specs_lib.parts(spec, x.ndim, sizes)
+  parts = mesh_lib.parts(spec, x.ndim, sizes)
   shape = tuple(n // count for n, count in zip(x.shape, parts, strict=True))
   return jax.ShapeDtypeStruct(shape, x.dtype)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flaxshard as fs
-from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import device_mesh
 
 AUTO = jax.sharding.AxisType.Auto
 EXPLICIT = jax.sharding.AxisType.Explicit
@@ -108,7 +108,7 @@ def test_mesh_shape_without_replicas_warns():
     (lambda: make(fs.Topology(MESH_SHAPE)), ValueError, "Topology.named"),
     # Devices that are not here.
     (
-      lambda: mesh_lib.order_devices(
+      lambda: device_mesh.order_devices(
         [Device(i, slice_index=i // 4) for i in range(8)], 8
       ),
       ValueError,
@@ -151,7 +151,7 @@ def test_tpu_replica_is_a_box_in_one_slice():
     )
     for i in np.random.default_rng(0).permutation(16)
   ]
-  grid = mesh_lib.order_devices(devices, 4)
+  grid = device_mesh.order_devices(devices, 4)
   assert grid.shape == (4, 4)
   assert sorted(d.id for d in grid.flat) == list(range(16))
   slices = [[d.slice_index for d in row] for row in grid]
@@ -163,5 +163,5 @@ def test_tpu_replica_is_a_box_in_one_slice():
 
 def test_task_has_the_devices_of_its_process():
   devices = [Device(i, process_index=i % 2) for i in range(8)]
-  grid = mesh_lib.assigned_devices(by_hand(num_tasks=2), devices)
+  grid = device_mesh.assigned_devices(by_hand(num_tasks=2), devices)
   assert [[d.id for d in row] for row in grid] == [[2, 5], [6, 1]]
