@@ -12,8 +12,10 @@ named `"package.module:factory"`:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import fnmatch
 import functools
 import inspect
+import os
 import pathlib
 import sysconfig
 from typing import Any, TypeVar
@@ -224,12 +226,13 @@ def text(
     raise ValueError(f"path={path!r} is not a folder.")
   # Installed packages are in a subfolder of the standard library.
   excluded = {"site-packages", "dist-packages", "__pycache__"}
-  files = sorted(
-    file
-    for file in root.rglob(f"*{suffix}")
-    if file.is_file()
-    and (path or not excluded & set(file.relative_to(root).parts))
-  )
+  files = []
+  for folder, subfolders, names in os.walk(root):
+    if not path:
+      subfolders[:] = {*subfolders} - excluded
+    found = fnmatch.filter(names, f"*{suffix}")
+    files += [pathlib.Path(folder, name) for name in found]
+  files = sorted(filter(pathlib.Path.is_file, files))
   # Whole files, so that no window of evaluation data is near a training window.
   eval_files = files[eval_every - 1 :: eval_every]
   train_files = [f for i, f in enumerate(files, 1) if i % eval_every]
