@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Callable, Mapping
 import contextlib
 import logging
+import math
 import os
 import time
 from typing import Any, Self
@@ -30,7 +31,8 @@ _log = logging.getLogger("flaxshard")
 # Seconds after which a wait asks whether to stop, and those of a last write.
 _ASK_SECONDS, _LAST_WRITE_SECONDS = 0.1, 5.0
 
-# Seconds after which a worker says that it waits for others at the start.
+# Seconds after which a worker says that it waits for others, at the start and
+# at the end.
 _NOTICE_SECONDS = 15.0
 
 
@@ -282,6 +284,7 @@ class Worker:
       while not exchange.written.wait(_ASK_SECONDS) and not self._ask():
         self._objects.check(self._options.deadline)
     self._members.announce("done")
+    notice = time.monotonic() + _NOTICE_SECONDS
     # After a signal the others are not waited for: another start of this worker
     # takes the final center, and saves it.
     while not self._ask() or self._members.have_ended:
@@ -294,6 +297,16 @@ class Worker:
           self.is_finished = True
           break
         self._members.look()
+      missing = ", ".join(sorted(self._members.find("training", "absent")))
+      if missing and time.monotonic() > notice:
+        notice = math.inf
+        _log.warning(
+          "worker %d is at its last step, and waits for worker %s to come there "
+          "or to be silent for deadline=%g seconds",
+          self.worker_id,
+          missing,
+          self._options.deadline,
+        )
       time.sleep(_ASK_SECONDS)
     self.close()
     return state

@@ -82,6 +82,7 @@ def save_args(
     if note is not None:
       _log.info("step %d: %s", int(s.step), note)
       s = replica_groups.of_first_replica(s)
+    s = jax.tree.map(_one_copy, s)
     plain[name] = fields_lib.plain_state(s)
     own = {n: x for n, x in s.wrapper_states.items() if jax.tree.leaves(x)}
     if own:
@@ -92,6 +93,16 @@ def save_args(
   if states:
     items[step_files.WRAPPERS] = ocp.args.PyTreeSave(states)
   return ocp.args.Composite(**items)
+
+
+def _one_copy(x: Any) -> Any:
+  """Returns one of the equal copies that the devices of this process have.
+
+  Of several, Orbax would write a slice from each device, and compile each.
+  """
+  if isinstance(x, jax.Array) and x.is_fully_addressable:
+    return x.addressable_data(0) if x.is_fully_replicated else x
+  return x
 
 
 def item_handlers(

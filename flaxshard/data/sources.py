@@ -311,6 +311,11 @@ def check(
 def _first(where: str, source: Any, *, may_be_stream: bool) -> Any:
   """Returns the first example of a split."""
   got = f"got {checks.describe(source)}"
+  if isinstance(source, Mapping) and 0 not in source:
+    raise TypeError(
+      f"{where} must be a sequence of examples, {got}: "
+      "flaxshard.data.Arrays(**arrays) makes one."
+    )
   if not is_stream(source):
     found = [source[0]] if len(source) else []
   elif not may_be_stream or not isinstance(source, Iterable):

@@ -226,8 +226,10 @@ def _run(
           row_step += skipped  # they are no steps of the next row
           progress = progress._replace(step=setup.init_progress(step).step)
         if step == config.num_train_steps:
-          # The last center is evaluated and saved.
+          # The last center is evaluated and saved. Waiting takes no steps.
+          end_time = time.perf_counter()
           state, is_final = commits.finish(state)
+          start_time += time.perf_counter() - end_time
           if not is_final:
             return state, stop_request.signum
 

@@ -1,5 +1,6 @@
 """Worker: mistakes, other facts, damage, and stores that are not reachable."""
 
+from concurrent import futures
 import functools
 import re
 import threading
@@ -135,6 +136,20 @@ def test_should_stop_ends_every_wait(caplog, monkeypatch):
   with pytest.raises(InterruptedError, match="should_stop"):
     worker(0, 2, should_stop=stops.is_set).start(create())
   assert time.monotonic() - start < 10
+
+
+def test_a_worker_tells_for_whom_it_waits_at_the_end(caplog, monkeypatch):
+  pair = Workers([create(), create()], step)
+  monkeypatch.setattr(worker_lib, "_NOTICE_SECONDS", 0.0)
+  with pair, futures.ThreadPoolExecutor() as pool:
+    finish = lambda k: pair.workers[k].finish(pair.states[k])
+    waits = pool.submit(finish, 0)
+    while not warnings_of(caplog):
+      time.sleep(0.01)
+    finish(1)
+    waits.result()
+  [told] = warnings_of(caplog)
+  assert "worker 0 is at its last step, and waits for worker 1 to" in told
 
 
 # What all workers have in common.

@@ -9,6 +9,7 @@ import sys
 
 from agn_problem import strategy_of
 import checkpoint_states as states
+import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +139,16 @@ def test_unplaced_leaves_are_restored_on_the_mesh_of_the_others(tmp_path):
   assert restored.params["w"].sharding == split
   for leaf in jax.tree.leaves(restored):
     assert len(leaf.devices()) == 2
+
+
+def test_saving_whole_copies_compiles_nothing(tmp_path):
+  state = states.weights(size=24, strategy=fs.Strategy())
+  with compilations.count() as compiled:
+    states.write_ours(tmp_path, state)
+  assert compiled.total == 0
+  restored = fs.checkpoint.restore(tmp_path, state)
+  assert restored.params["w"].sharding == state.params["w"].sharding
+  assert_trees_equal(restored, state)
 
 
 def test_fresh_leaves_share_no_memory_with_those_that_were_read(saved):

@@ -340,6 +340,7 @@ EXAMPLES = [{"inputs": np.ones(2, np.float32)}]
     (lambda: create_setup(NO_SHAPES), ValueError, "example .*shapes.*tuple"),
     (lambda: create_setup(NO_SPLITS), TypeError, r"load_data .*Splits.*\(\[\]"),
     (lambda: with_data(iter(EXAMPLES)), TypeError, "only once"),
+    (lambda: with_data({"x": np.ones(3)}), TypeError, r"train .*'x'.*Arrays\("),
     (lambda: with_data(Forever([])), ValueError, "train has no examples"),
     (lambda: with_data(EXAMPLES, Forever(EXAMPLES)), TypeError, "eval must be"),
     (lambda: create_setup(NO_DATA), ValueError, "config.data is missing"),
