@@ -301,8 +301,8 @@ class Worker:
       if missing and time.monotonic() > notice:
         notice = math.inf
         _log.warning(
-          "worker %d is at its last step, and waits for worker %s to come there "
-          "or to be silent for deadline=%g seconds",
+          "worker %d is at its last step, and waits for worker %s to come "
+          "there or to be silent for deadline=%g seconds",
           self.worker_id,
           missing,
           self._options.deadline,
