@@ -1,7 +1,7 @@
 """`init_from` reads parameters of any format into a new state."""
 
+import functools
 import json
-import types
 
 import bucket_servers
 from etils import epath
@@ -23,10 +23,8 @@ import flaxshard as fs
 from flaxshard.core import trees
 
 P = jax.sharding.PartitionSpec
-MESH = jax.sharding.Mesh(
-  np.array(jax.devices()).reshape(4, 2), ("replica", "model")
-)
-STRATEGY = types.SimpleNamespace(mesh=MESH)
+STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+MESH = STRATEGY.mesh
 RULES = (("body/kernel", P(None, "model")),)
 X = np.ones((2, 8), np.float32)
 
@@ -45,6 +43,7 @@ class Net(nn.Module):
 NET = Net()
 
 
+@functools.cache
 def make(seed=0, model=NET, **kwargs):
   return fs.create_train_state(
     model, jax.random.key(seed), X, optax.adam(0.1), **kwargs
@@ -89,7 +88,7 @@ def save_safetensors(path, state):
 @pytest.mark.parametrize("save", [save_bytes, save_safetensors, save_ours])
 def test_formats(save, tmp_path, pretrained):
   path = save(tmp_path, pretrained)
-  state = make(strategy=STRATEGY, rules=RULES, wrappers=[fs.AGN()])
+  state = make(strategy=STRATEGY, rules=RULES, wrappers=(fs.AGN(),))
   new, report = fs.checkpoint.init_from(state, path)
   assert_trees_equal(variables_of(new), variables_of(pretrained))
   # Everything else is that of a new state, in the same shardings: the copies in

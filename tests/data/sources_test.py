@@ -52,8 +52,9 @@ def test_load_calls_a_custom_factory():
   assert config == {"name": "my_factories:one_class", "size": 3}
 
 
+@pytest.mark.slow
 def test_digits_are_scikit_learns_with_every_fifth_for_evaluation():
-  # Here, since its import takes seconds.
+  # Its import takes seconds.
   from sklearn import datasets
 
   loaded = data.load({"name": "digits"})

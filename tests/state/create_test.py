@@ -317,7 +317,7 @@ def test_auto_loss_scale_follows_the_precision(name):
   assert ("loss_scale" in state.metrics()) == (name in HALF)
   with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    make(model, x=shapes, strategy=strategy)
+    jax.eval_shape(lambda: make(model, x=shapes, strategy=strategy))
   assert ["computes in float16" in str(w.message) for w in said] == (
     [True] * (name in HALF)
   )

@@ -181,10 +181,10 @@ CAPTURING = [
   ],
 )
 def test_mistakes_in_steps_warn_once(new_state, step, args, facts):
-  args = new_state(), *args
+  args, step = (new_state(), *args), EIGHT.jit(step)
   with pytest.warns(UserWarning) as caught:
     for _ in range(2):
-      EIGHT.run(step, args=args)
+      step.lower(*args)
   (warning,) = caught
   assert all(fact in str(warning.message) for fact in facts)
   assert warning.filename == __file__

@@ -68,7 +68,7 @@ def sum_on_two_replicas(fn, rewrite=lambda program: program):
   run = jax.vmap(
     core.jaxpr_as_fun(program), axis_name="replica", in_axes=(None, 0)
   )
-  return dtype, run(PARAMS[0], X)[0]
+  return dtype, jax.jit(run)(PARAMS[0], X)[0]
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,13 @@ class NormedDropped(nn.Module):
     return nn.Dense(3)(x)
 
 
-def create(model, tx=None, wrappers=()):
+TX = optax.sgd(0.5)
+
+
+@functools.cache
+def create(model, tx=TX, wrappers=()):
   return fs.create_train_state(
-    model, jax.random.key(1), X, tx or optax.sgd(0.5), wrappers=wrappers
+    model, jax.random.key(1), X, tx, wrappers=wrappers
   )
 
 
@@ -103,7 +107,7 @@ def test_metrics_and_update_match_numpy():
 
 
 def test_a_skipped_step_does_not_count_and_is_not_bad():
-  scaled = [fs.LossScale("dynamic")]
+  scaled = (fs.LossScale("dynamic"),)
   state = create(NormedDropped(), optax.adam(0.1), scaled)
   state, progress = run(state, [BATCH])
   mean = jax.device_get(progress.metrics.compute())
