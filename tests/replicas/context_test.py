@@ -45,6 +45,7 @@ def test_all_reduce_and_all_gather(strategy):
       "gathered": context.all_gather(jnp.stack([mine, -mine])[None], -1),
     }
 
+  is_value = lambda x: isinstance(x, fs.PerReplica)
   out = context_in_run(fn, strategy, [np.int32(0)])
   ids = np.arange(n)
   wanted = {
@@ -56,7 +57,8 @@ def test_all_reduce_and_all_gather(strategy):
     "tree": {"a": 1.5 * ids.mean(), "b": None},
     "gathered": [np.stack([ids, -ids], 1).ravel()],
   }
-  for mine in strategy.local_results(out):
+  for i in range(n):
+    mine = jax.tree.map(lambda x, i=i: np.asarray(x)[i], out, is_leaf=is_value)
     jax.tree.map(np.testing.assert_array_equal, mine, wanted)
   assert out["mean of integers"].value.dtype == jnp.float32
   assert out["sum"].value.dtype == jnp.int32

@@ -65,7 +65,8 @@ def test_calls_are_equal_to_calls_of_the_module(is_remat):
   module, same = make(is_remat=is_remat), make()
   apply_fn, variables = split(module)
   before = jax.tree.map(np.array, variables["params"])
-  out, new = jax.jit(lambda v, x: apply_fn(v, x, mutable=True))(variables, X)
+  call = jax.jit(lambda v, x: apply_fn(v, x, mutable=True))
+  out, new = call(variables, X)
   assert_close(out, same(X))
   assert set(new) == {"batch_stats", "rngs", "arrays"}
   _, wanted = split(same)
@@ -74,7 +75,7 @@ def test_calls_are_equal_to_calls_of_the_module(is_remat):
   assert_trees_close(variables, split(module)[1])
   assert_trees_equal(variables["params"], before)
   # The second call has another dropout mask, as a second call of the module.
-  again, _ = apply_fn({**variables, **new}, X, mutable=True)
+  again, _ = call({**variables, **new}, X)
   assert_close(again, same(X))
   assert ((np.asarray(again) == 0) != (np.asarray(out) == 0)).any()
 
@@ -208,7 +209,7 @@ def test_metadata_rules_and_values(is_instance):
   own = state.replace(apply_fn=None)
   plain = create(lambda rngs: Net(rngs), rng)
   assert_trees_close(own, plain.replace(apply_fn=None))
-  call = lambda s: s.apply_fn(fs.merge_lora(s), X, mutable=True)[0]
+  call = jax.jit(lambda s: s.apply_fn(fs.merge_lora(s), X, mutable=True)[0])
   assert_close(call(state), call(plain))
   with compilations.count() as compiled:
     abstract = create(model, rng, **kwargs, abstract=True)

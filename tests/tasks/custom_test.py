@@ -1,5 +1,6 @@
 """Custom tasks: losses, collections, rollouts, evaluations, and mistakes."""
 
+import functools
 import re
 import shutil
 import warnings
@@ -50,7 +51,8 @@ def test_a_task_object_trains_with_collections_streams_and_sown_losses(
   x, target = (np.stack([e[k] for e in examples]) for k in ("x", "target"))
   variables = {"params": state.params, "batch_stats": state.batch_stats}
   scale = np.ones((10, 1), np.float32)
-  outputs = small_tasks.Noisy(2).apply(variables, x, scale, train=False)
+  evaluate = functools.partial(small_tasks.Noisy(2).apply, train=False)
+  outputs = jax.jit(evaluate)(variables, x, scale)
   loss = float(((outputs - target) ** 2).mean())
   assert rows[-1]["eval_loss"] == pytest.approx(loss, rel=1e-4)
   # What the model sows is a part of the loss.
