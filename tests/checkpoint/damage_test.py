@@ -21,6 +21,7 @@ from flaxshard import checkpoint
 from flaxshard.checkpoint import __main__ as inspection
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import step_files
+from flaxshard.checkpoint import steps
 
 
 def trained(step, **kwargs):
@@ -58,7 +59,9 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def path(saved, tmp_path):
+def path(saved, tmp_path, monkeypatch):
+  # No other program deletes these steps meanwhile.
+  monkeypatch.setattr(steps, "_DELETION_SECONDS", 0)
   return shutil.copytree(saved, tmp_path / "checkpoints")
 
 
