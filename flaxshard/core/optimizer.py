@@ -93,13 +93,15 @@ def _cosine(
   learning_rate: float, num_train_steps: int, warmup_steps: int = 0
 ) -> optax.Schedule:
   warmup_steps = checks.integer("warmup_steps", warmup_steps, minimum=0)
-  return optax.warmup_cosine_decay_schedule(
+  schedule = optax.warmup_cosine_decay_schedule(
     0.0 if warmup_steps else learning_rate,
     learning_rate,
     warmup_steps,
     # optax needs at least one step of decay, also where a run ends in warmup.
     max(num_train_steps, warmup_steps + 1),
   )
+  # One program for a row of metrics, with the bits that the update has used.
+  return jax.jit(schedule)
 
 
 SCHEDULES: dict[str, Any] = {"constant": _constant, "cosine": _cosine}

@@ -322,8 +322,8 @@ def _train_row(
   values = steps.check_numbers(f"{setup.task.name}.metrics", computed)
   row: dict[str, Any] = {f"train_{name}": x for name, x in values.items()}
   # The rate of the last applied update, which had the step before it.
-  applied = jax.device_get(state.step)
-  rate = row["learning_rate"] = setup.schedule(jnp.maximum(applied - 1, 0))
+  count = jnp.int32(max(jax.device_get(state.step) - 1, 0))
+  rate = row["learning_rate"] = setup.schedule(count)
   for pattern, factor in setup.config.learning_rates:
     row[f"learning_rate/{pattern}"] = rate * factor
   # Not `state.metrics()`, which a collection of that name would hide.
