@@ -26,9 +26,9 @@ def run(workdir, name, hooks=(), **changes):
   ("name", "steps", "least"),
   [
     # As it was initialized, the encoder has less than 0.8.
-    ("simclr", 150, {"eval_knn_accuracy": 0.93}),
+    ("simclr", 80, {"eval_knn_accuracy": 0.93}),
     # A normal distribution with the covariance of the images has 0.46.
-    ("ddpm", 400, {"eval_precision": 0.6, "eval_recall": 0.35}),
+    ("ddpm", 300, {"eval_precision": 0.6, "eval_recall": 0.35}),
     ("ppo", None, {"eval_mean_return": 475}),
   ],
 )
@@ -65,7 +65,7 @@ def test_recsys_recommends_better_than_popularity(tmp_path):
   _, row = run(
     tmp_path,
     "recsys",
-    num_train_steps=300,
+    num_train_steps=150,
     eval_every_steps=1000,
     task=size,
     schedule={"warmup_steps": 25},
