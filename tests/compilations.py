@@ -2,28 +2,21 @@
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
+import types
 
 import jax
 
 _EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-@dataclasses.dataclass
-class Count:
-  """The number of programs compiled since `count` was entered."""
-
-  total: int = 0
-
-
 @contextlib.contextmanager
-def count() -> Iterator[Count]:
-  """Yields a `Count` that is updated while the `with` block runs.
+def count() -> Iterator[types.SimpleNamespace]:
+  """Yields the number of programs compiled in the `with` block so far, `total`.
 
   Every program counts, also small ones such as `jnp.ones`: create the arguments
   before the block.
   """
-  compiled = Count()
+  compiled = types.SimpleNamespace(total=0)
 
   def on_duration(event: str, duration: float, **kwargs: object) -> None:
     del duration, kwargs

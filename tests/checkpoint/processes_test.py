@@ -1,7 +1,5 @@
 """Two processes that save together: digests, damage, failures."""
 
-import pathlib
-
 from checkpoint_states import Counter
 import jax
 import jax.numpy as jnp
@@ -11,8 +9,6 @@ import pytest
 import two_processes
 
 import flaxshard as fs
-
-_TESTS = str(pathlib.Path(__file__).parents[1])
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +44,7 @@ def assert_same(a: fs.TrainState, b: fs.TrainState) -> None:
 
 _SETUP = """
 import json, os, pathlib, resource, time
-sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
-path = pathlib.Path(sys.argv[4])
+path = pathlib.Path(sys.argv[3])
 from jax.experimental import multihost_utils
 import flaxshard as fs
 from flaxshard.checkpoint import step_files
@@ -132,7 +127,7 @@ print("same")
 
 def test_save_that_fails_in_one_process_fails_in_both(programs, tmp_path):
   outs = two_processes.run(
-    programs, _SETUP + _FAILURES, _TESTS, str(tmp_path), logs_errors=True
+    programs, _SETUP + _FAILURES, str(tmp_path), logs_errors=True
   )
   assert all("same" in out.splitlines() for out in outs)
   # One process restores what two have saved.
@@ -227,7 +222,7 @@ print("same")
 
 def test_two_processes_verify_and_share_positions(programs, tmp_path):
   outs = two_processes.run(
-    programs, _SETUP + _DIGESTS + _POSITIONS, _TESTS, str(tmp_path)
+    programs, _SETUP + _DIGESTS + _POSITIONS, str(tmp_path)
   )
   for out in outs:
     assert "same" in out.splitlines()

@@ -366,6 +366,8 @@ def test_step_of_64_bits_is_restored_if_it_fits(write, tmp_path):
 
 # Nothing is cast or filled.
 
+unsafe_key = functools.partial(jax.random.key, 0, impl="unsafe_rbg")
+
 
 @pytest.mark.parametrize(
   ("collection", "name", "leaf", "facts"),
@@ -373,12 +375,7 @@ def test_step_of_64_bits_is_restored_if_it_fits(write, tmp_path):
     ("params", "half", lambda: jnp.ones(3), ["float16", "float32"]),
     ("params", "more", lambda: jnp.ones(3), ["missing", "float32[3]"]),
     ("rngs", "raw", lambda: jax.random.key(0), ["uint32", "key<fry>"]),
-    (
-      "rngs",
-      "dropout",
-      lambda: jax.random.key(0, impl="unsafe_rbg"),
-      ["key<rbg>", "key<urbg>"],
-    ),
+    ("rngs", "dropout", unsafe_key, ["key<rbg>", "key<urbg>"]),
   ],
 )
 def test_leaf_that_differs_raises(written, collection, name, leaf, facts):

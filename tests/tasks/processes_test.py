@@ -1,7 +1,5 @@
 """Custom tasks in two processes."""
 
-import pathlib
-
 import numpy as np
 import pytest
 import small_tasks
@@ -13,15 +11,12 @@ from flaxshard.train.config import files
 
 pytestmark = pytest.mark.slow
 
-_TESTS = str(pathlib.Path(__file__).parents[1])
-
 _TRAIN = """
-sys.path[:0] = [sys.argv[3], sys.argv[3] + "/tasks"]
-import processes_test
+from tasks import processes_test
 from flaxshard.train import report
 
 report.draw = lambda *args: None
-processes_test.train_tasks(sys.argv[4])
+processes_test.train_tasks(sys.argv[3])
 """
 
 
@@ -71,7 +66,7 @@ def train_tasks(workdir):
 
 
 def test_tasks_train_as_in_one_process(programs, tmp_path):
-  two_processes.run(programs, _TRAIN, _TESTS, str(tmp_path / "two"), devices=1)
+  two_processes.run(programs, _TRAIN, str(tmp_path / "two"), devices=1)
   with tiny.importable("process_tasks", __name__):
     train_tasks(str(tmp_path / "one"))
   for name, metric, steps in (

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import re
 import signal
 import time
@@ -25,11 +24,8 @@ from flaxshard.train import endings
 
 pytestmark = pytest.mark.slow
 
-_HERE = pathlib.Path(__file__).parent
-
 _PREAMBLE = """
-sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
-import processes_test
+from train import processes_test
 from flaxshard.train import report
 report.draw = lambda *args: None
 """
@@ -105,7 +101,7 @@ for per_replica in (False, True):
   found = []
   for num_steps in (8, 16):
     counts.clear()
-    path = f"{sys.argv[4]}/{per_replica}_{num_steps}"
+    path = f"{sys.argv[3]}/{per_replica}_{num_steps}"
     config = tiny.config(
       mesh={"replica": -1, "per_replica": per_replica},
       num_train_steps=num_steps,
@@ -122,12 +118,12 @@ for per_replica in (False, True):
   print(f"counts {per_replica}", json.dumps(found))
 
 for name in processes_test.CONFIGS:
-  processes_test.train_small(name, f"{sys.argv[4]}/{name}")
+  processes_test.train_small(name, f"{sys.argv[3]}/{name}")
 
-loaded = fs.load(f"{sys.argv[4]}/images")
+loaded = fs.load(f"{sys.argv[3]}/images")
 logits = loaded.predict({"inputs": digits().eval.inputs})
 whole = jax.jit(lambda x: x, out_shardings=loaded.state.step.sharding)(logits)
-np.save(f"{sys.argv[4]}/{rank}.npy", whole.addressable_data(0))
+np.save(f"{sys.argv[3]}/{rank}.npy", whole.addressable_data(0))
 """
 
 
@@ -136,7 +132,7 @@ def two_process_runs(tmp_path_factory, program_server):
   """Runs in two processes: their folder, and what each has printed."""
   path = tmp_path_factory.mktemp("two")
   script = _PREAMBLE + _COUNT
-  return path, two_processes.run(program_server, script, str(_HERE), str(path))
+  return path, two_processes.run(program_server, script, str(path))
 
 
 def test_cross_process_operations_do_not_grow_with_steps(two_process_runs):
@@ -256,10 +252,10 @@ def test_run_on_2_1_and_3_processes_equals_an_undisturbed_one(
     (1, ["fsdp a 9", "agn b 26", "fsdp c end", "agn d end"]),
     (3, ["fsdp a end", "agn b end"]),
   ]
-  script = _PREAMBLE + "processes_test.run_stage(sys.argv[4], sys.argv[5:])"
+  script = _PREAMBLE + "processes_test.run_stage(sys.argv[3], sys.argv[4:])"
   logs = ""
   for processes, runs in stages:
-    arguments = str(_HERE), str(tmp_path), *runs
+    arguments = str(tmp_path), *runs
     devices = _DEVICES // processes
     outs = two_processes.run(
       programs, script, *arguments, processes=processes, devices=devices

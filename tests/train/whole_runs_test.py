@@ -50,6 +50,8 @@ TENSOR_PARALLEL_AND_FSDP = {
   "rules": (*TENSOR_PARALLEL["rules"], {"name": "fsdp", "min_size": 64}),
   "per_replica": True,
 }
+WHOLE = {"conv0": P(), "dense": P()}
+SPATIAL = {"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}}
 # Batch and labels are split over the logical devices of each replica.
 SPLIT_BATCH = {
   "logical_devices": 4,
@@ -65,16 +67,8 @@ CROSS_SHARD = (
 @pytest.mark.parametrize(
   ("name", "fields", "specs"),
   [
-    (
-      "images",
-      {"mesh": {"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}}},
-      {"conv0": P(), "dense": P()},
-    ),
-    (
-      "images",
-      {"mesh": SPLIT_BATCH, "wrappers": CROSS_SHARD},
-      {"conv0": P(), "dense": P()},
-    ),
+    ("images", {"mesh": SPATIAL}, WHOLE),
+    ("images", {"mesh": SPLIT_BATCH, "wrappers": CROSS_SHARD}, WHOLE),
     (
       "text",
       {**TEXT, "mesh": TENSOR_PARALLEL},
