@@ -12,6 +12,7 @@ A tree of gradients is a tree like the parameters. A leaf is one of:
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+import functools
 from typing import Any, Self
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -320,10 +321,11 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
   ]
 
 
+# One program in an eager step too, which would dispatch each operation.
+@functools.partial(jax.jit, inline=True)
 def _is_finite(x: jax.Array) -> jax.Array:
   """Returns whether all elements of an array are finite."""
-  is_large = x.ndim >= 2 and x.size >= _LARGE and x.dtype == np.float32
-  if is_large and isinstance(x, jax.core.Tracer):
+  if x.ndim >= 2 and x.size >= _LARGE and x.dtype == np.float32:
     # XLA's CPU backend compiles the reduction to one slow pass. A matrix-vector
     # product runs at memory bandwidth.
     return jax.lax.platform_dependent(
