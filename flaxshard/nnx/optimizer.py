@@ -284,7 +284,7 @@ class Optimizer(nnx.Optimizer[M]):
       opt_state=nnx.as_pure(self.opt_state),
       collections={"changed": jax.tree.map(trees.drop_weak_type, old)},
       wrapper_states=nnx.as_pure(self.wrapper_states),
-      new_collections={"changed": jax.tree.map(trees.drop_weak_type, new)},
+      new_collections={"changed": new},
     )
     result = step_lib.update(
       self.tx,

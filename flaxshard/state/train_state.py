@@ -17,7 +17,6 @@ from flaxshard.core import checks
 from flaxshard.core import extra_arguments
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
-from flaxshard.replicas import context as replica_context
 from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import describe
 from flaxshard.state import fields as fields_lib
@@ -409,27 +408,6 @@ class TrainState(flax_train_state.TrainState):
       reduction = tf_surface.check_aggregation(
         aggregation, skip_gradients_aggregation, self.wrappers, extra
       )
-    in_replica = replica_context.get_replica_context() is not None
-    if collections and (self.wrappers or in_replica):
-      # A skipped step keeps the old ones.
-      collections = {
-        name: jax.tree.map(
-          trees.drop_weak_type, trees.conform(name, x, getattr(self, name))
-        )
-        for name, x in collections.items()
-      }
-      # The commits of wrappers with local updates reduce them.
-      if in_replica and stack.reduces(self.wrappers) != "local":
-        groups = stack.groups_of(self.wrappers)
-        is_own = lambda path, _: trees.path_strings(path) in self.own_paths
-        collections = jax.tree.map_with_path(
-          lambda path, x: (
-            x if is_own(path, x) else replica_context.mean_collection(x, groups)
-          ),
-          collections,
-          is_leaf=is_own,
-          is_leaf_takes_path=True,
-        )
     target = base.Target(
       step=self.step,  # type: ignore[arg-type]
       params=self.params,
@@ -439,7 +417,13 @@ class TrainState(flax_train_state.TrainState):
       new_collections=collections,
     )
     new = step_lib.update(
-      self.tx, self.wrappers, target, grads, extra, reduction=reduction
+      self.tx,
+      self.wrappers,
+      target,
+      grads,
+      extra,
+      reduction=reduction,
+      own_paths=self.own_paths,
     )
     if self.wrappers:
       static["wrapper_states"] = new.wrapper_states

@@ -256,24 +256,31 @@ def update(
   extra: Mapping[str, Any] = types.MappingProxyType({}),
   *,
   reduction: str | None = "mean",
+  own_paths: Container[tuple[str, ...]] = (),
 ) -> base.Target:
   """Applies gradients through wrappers and an optimizer.
 
   Args:
     tx: The optax optimizer.
     wrappers: The wrappers.
-    target: What changes. Collections are reduced over the replicas already.
+    target: What changes. Wrappers and replicas need new collections with the
+      structure, shapes and dtypes of the old ones.
     grads: Unscaled gradients.
     extra: Extra arguments of the optimizer's update.
     reduction: How gradients are reduced over the replicas, if no wrapper does
       it: "mean", "sum", or None for gradients that are the same on all.
+    own_paths: The paths in the collections of what each replica has for itself.
 
   Returns:
     The new target.
 
   Raises:
-    ValueError: `grads` does not match the parameters, or none is there.
+    ValueError: `grads` does not match the parameters, or none is there; or a
+      new collection does not match the old one.
   """
+  context = replica_context.get_replica_context()
+  if target.collections and (wrappers or context is not None):
+    target = _conform_collections(wrappers, target, own_paths)
   # None for each leaf that has or needs no gradient.
   grads = gradients.conform(tx, grads, target.params)
   if not jax.tree.leaves(grads):
@@ -281,7 +288,6 @@ def update(
       "No gradients provided for any parameter: "
       f"{', '.join(trees.names(target.params)) or 'params has no leaves'}."
     )
-  context = replica_context.get_replica_context()
   # None outside of `Strategy.run`, where there is nothing to reduce.
   who = stack.reduces(wrappers) if context is not None else None
   if who in ("before", "self") and reduction is not None:
@@ -347,6 +353,36 @@ def update(
     )
     return target._replace(wrapper_states=states)
   return target
+
+
+def _conform_collections(
+  wrappers: Wrappers, target: base.Target, own_paths: Container[tuple[str, ...]]
+) -> base.Target:
+  """Returns a target whose new collections can take the place of the old ones.
+
+  A skipped step keeps the old ones, so the new ones must be like them. They are
+  averaged over the replicas.
+  """
+  new = {
+    name: jax.tree.map(
+      trees.drop_weak_type, trees.conform(name, x, target.collections[name])
+    )
+    for name, x in target.new_collections.items()
+  }
+  in_replica = replica_context.get_replica_context() is not None
+  # The commits of wrappers with local updates reduce them.
+  if in_replica and stack.reduces(wrappers) != "local":
+    groups = stack.groups_of(wrappers)
+    is_own = lambda path, _: trees.path_strings(path) in own_paths
+    new = jax.tree.map_with_path(
+      lambda path, x: (
+        x if is_own(path, x) else replica_context.mean_collection(x, groups)
+      ),
+      new,
+      is_leaf=is_own,
+      is_leaf_takes_path=True,
+    )
+  return target._replace(new_collections=new)
 
 
 def _apply_wrapper(
