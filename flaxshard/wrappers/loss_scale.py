@@ -13,7 +13,6 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
-from flaxshard.core import indexed_slices
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
@@ -288,8 +287,8 @@ class LossScale(base.Base):
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
       raise TypeError(f"loss must be floating-point, got {loss.dtype}.")
-    dtype = indexed_slices.accumulator_dtype(loss.dtype)
-    return loss.astype(dtype) * state.scale.astype(dtype)
+    loss = gradients.widen(loss)
+    return loss * state.scale.astype(loss.dtype)
 
   def unscale_gradients(self, state: State, grads: PyTree) -> PyTree:
     """Returns the gradients divided by the scale, in float32 or wider.

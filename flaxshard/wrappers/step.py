@@ -166,8 +166,8 @@ def weigh_loss(loss: Any, grad_loss: Any) -> Any:
   if grad_loss is None:
     return loss
   # A product or a sum in 16 bits could overflow.
-  dtype = indexed_slices.accumulator_dtype(trees.dtype_of(loss))
-  return jnp.sum(jnp.asarray(loss, dtype) * jnp.asarray(grad_loss, dtype))
+  loss = gradients.widen(jnp.asarray(loss))
+  return jnp.sum(loss * jnp.asarray(grad_loss, loss.dtype))
 
 
 def split_loss(
