@@ -10,6 +10,8 @@ from flaxshard import train
 from flaxshard.examples import recsys
 from flaxshard.train.config import files
 
+pytestmark = pytest.mark.slow
+
 
 def run(workdir, name, hooks=(), **changes):
   """Returns the state and the last values of a run of a config."""
@@ -21,7 +23,6 @@ def run(workdir, name, hooks=(), **changes):
   return state, last
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "steps", "least"),
   [
@@ -39,7 +40,6 @@ def test_an_example_reaches_its_results(name, steps, least, tmp_path):
     assert row[metric] > value
 
 
-@pytest.mark.slow
 def test_vae_is_far_better_than_independent_pixels(tmp_path):
   _, row = run(tmp_path, "vae")
   # Those would cost 25.3 nats.
@@ -49,7 +49,6 @@ def test_vae_is_far_better_than_independent_pixels(tmp_path):
   assert row["eval_loss"] == pytest.approx(total, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_regression_is_more_likely_than_least_squares(tmp_path):
   _, row = run(tmp_path, "regression")
 
@@ -59,7 +58,6 @@ def test_regression_is_more_likely_than_least_squares(tmp_path):
   assert row["eval_r2"] > 0.463 - 0.03
 
 
-@pytest.mark.slow
 def test_recsys_recommends_better_than_popularity(tmp_path):
   size = {"num_users": 10_000, "num_items": 5_000, "num_genres": 200}
   _, row = run(
@@ -88,7 +86,6 @@ SMALL = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_resumes_to_the_same_bits_in_float16(name, tmp_path):
   fields = {

@@ -115,6 +115,8 @@ def test_a_commit_counts_once_in_a_period(planned):
     (False, 1),
   }
   assert {c.in_conditional for c in plan.traffic if c.in_commit} == {True}
+  others = [(c.kind, c.operand_bytes) for c in plan.traffic if not c.in_commit]
+  assert others == [("all-reduce", 4)]
   # The mean of the gradients, in float32, is one all-reduce or several.
   sent = sum(
     c.payload_bytes * c.executions_per_step(plan.period)

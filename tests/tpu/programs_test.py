@@ -61,15 +61,23 @@ def assert_updated_in_place(program, nbytes):
 # -- Ways to run a step, and rules.
 
 
-@pytest.mark.parametrize("way", ["run", "jit", "run_steps"])
-def test_replicas_reduce_gradients_once_and_donate(way):
+@pytest.mark.parametrize(
+  ("way", "dtype"),
+  [
+    *((way, "float32") for way in ("run", "jit", "run_steps")),
+    # Their sums are those of scaled gradients, in float32.
+    *(("run", dtype) for dtype in ("float16", "bfloat16")),
+  ],
+)
+def test_replicas_reduce_gradients_once_and_donate(way, dtype):
   strategy = strategy_of("v5e:2x2")
-  args = create(strategy, [fs.LossScale("dynamic")])
+  args = create(strategy, [fs.LossScale("dynamic")], dtype=jnp.dtype(dtype))
   program, found = compile_step(strategy, way, *args)
   first, *others = sorted(found, key=lambda c: -c.operand_bytes)
   # The loop reduces the loss of the last step on its own.
   assert [c.operand_bytes for c in others] == [4] * (way == "run_steps")
   assert (first.kind, first.axes) == ("all-reduce", ("replica",))
+  assert {x.dtype for x in first.operands} == {"f32"}
   assert first.executions == (3 if way == "run_steps" else 1)
   # The loss is reduced with the gradients in the global view.
   assert 0 <= first.operand_bytes - 4 * PARAMS <= 4
@@ -210,18 +218,6 @@ def test_agn_communicates_in_commits_alone(commit, topology):
   else:
     (all_reduce,) = found
     assert (all_reduce.kind, all_reduce.operand_bytes) == ("all-reduce", nbytes)
-
-
-@pytest.mark.parametrize(
-  ("dtype", "topology"), [(jnp.float16, "v5e:2x2"), (jnp.bfloat16, "v6e:2x2")]
-)
-def test_loss_scaling_adds_no_collective(dtype, topology):
-  strategy = strategy_of(topology)
-  args = create(strategy, [fs.LossScale("dynamic")], dtype=dtype)
-  _, (found,) = compile_step(strategy, "run", *args)
-  assert found.kind == "all-reduce"
-  assert {x.dtype for x in found.operands} == {"f32"}
-  assert found.operand_bytes == 4 * PARAMS
 
 
 def compile_for_one_device(width, rows, dtype, tx, wrappers=(), **options):

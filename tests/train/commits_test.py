@@ -22,6 +22,8 @@ from flaxshard.center import heads
 from flaxshard.center.encoding import unpack
 from flaxshard.center.store import Objects
 
+pytestmark = pytest.mark.slow
+
 # Worker 1 of two, of which the other one is gone.
 LATE = {"worker_id": 1, "num_workers": 2, "deadline": 1.0}
 
@@ -71,7 +73,6 @@ def undisturbed(tmp_path_factory):
 
 
 # In the middle of a period, at a commit, and at the last step.
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3, 8])
 def test_a_lone_worker_that_was_stopped_ends_with_equal_bits(
   tmp_path, undisturbed, step
@@ -89,7 +90,6 @@ def test_a_lone_worker_that_was_stopped_ends_with_equal_bits(
   assert head(tmp_path).versions == [2]
 
 
-@pytest.mark.slow
 def test_a_stop_while_others_are_waited_for_is_no_end(tmp_path, caplog):
   # Worker 1 of 2 never comes. The last row is written before the wait.
   is_done = lambda: worker_phase(tmp_path) == "done"
@@ -112,7 +112,6 @@ def worker_phase(workdir):
   return content and unpack("worker/0", content)["phase"]
 
 
-@pytest.mark.slow
 def test_who_starts_after_the_end_takes_the_final_center(tmp_path, caplog):
   first = run(tmp_path, **{**LATE, "worker_id": 0}, checkpoint_every_steps=4)
   assert "worker 1 of 2 has not come" in caplog.text
@@ -152,7 +151,6 @@ def test_who_starts_after_the_end_takes_the_final_center(tmp_path, caplog):
     fs.load(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
   state = run(tmp_path, **LATE)
   # Warnings are printed by all workers.
@@ -168,7 +166,6 @@ def test_a_worker_saves_the_final_center_for_worker_0(tmp_path, caplog):
   assert row["step"] == 8 and row["eval_accuracy"] > 0
 
 
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_another_number_of_workers(tmp_path, caplog):
   stopped = tiny.stopped_while(lambda: last_step(tmp_path) >= 4)
   with stopped, pytest.raises(SystemExit):
@@ -212,7 +209,6 @@ def get_config():
 """
 
 
-@pytest.mark.slow
 def test_two_workers_end_like_two_replicas(programs, tmp_path):
   (tmp_path / "my_config.py").write_text(_CONFIG)
   arguments = ["--config=my_config.py", "--workdir=run", "--local_processes=2"]

@@ -77,13 +77,6 @@ def test_a_commit_communicates_inside_the_conditional_alone(commit, tx, wanted):
     assert len(plans.collectives(compiled, EIGHT.mesh)) == 1
 
 
-def test_loss_scaling_adds_the_reduction_of_one_scalar():
-  compiled = compile_step(fs.LossScale("dynamic"), fs.AGN(10, "mean"))
-  found = plans.collectives(compiled, EIGHT.mesh)
-  outside = [c for c in found if not c.in_conditional]
-  assert [(c.kind, c.result_bytes) for c in outside] == [("all-reduce", 4)]
-
-
 def test_memory_of_the_state_and_of_a_commit():
   plain = compile_step().memory_analysis()
   for commit, temporary in (("mean", 0.5), ("sequential", 2.5)):
