@@ -134,7 +134,7 @@ def _check_names(where: Any, saved: reader.Leaves, state: items.States) -> None:
       "one state" if "" in n else f"a dict of states {', '.join(map(repr, n))}"
       for n in (names, wanted)
     )
-    allowed = "that" if "" in names else "a dict of one or more of them"
+    allowed = "one, too" if "" in names else "a dict of one or more of them"
     raise ValueError(
       f"{where} has {had}: state must be {allowed}, got {given}."
     )
