@@ -354,9 +354,9 @@ def _match(
   if missing or unmatched:
     raise ValueError(
       f"the file lacks {_list(missing)} of the model, and the model lacks "
-      f"{_list(unmatched)} of the file. `subtree` is the path of a part of the "
-      "file; `rename` and `ignore` are patterns for its paths, `keep` for those "
-      "of the model."
+      f"{_list(unmatched)} of the file. `subtree` is the path of a part of "
+      "the file; `rename` and `ignore` are patterns for its paths, `keep` for "
+      "those of the model."
     )
   sources = {n: names[n] for n in wanted if n in names and n not in kept}
   if not sources:
