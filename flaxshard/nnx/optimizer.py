@@ -277,14 +277,13 @@ class Optimizer(nnx.Optimizer[M]):
     )
     before = [(path, held[path]) for path, _ in nnx.to_flat_state(after)]
     old = nnx.as_pure(nnx.from_flat_state(before))
-    new = trees.conform("the model's variables", nnx.as_pure(after), old)
     target = base.Target(
       step=self.step[...].astype(jnp.int32),
       params=params,
       opt_state=nnx.as_pure(self.opt_state),
-      collections={"changed": jax.tree.map(trees.drop_weak_type, old)},
+      collections={"model": jax.tree.map(trees.drop_weak_type, old)},
       wrapper_states=nnx.as_pure(self.wrapper_states),
-      new_collections={"changed": new},
+      new_collections={"model": nnx.as_pure(after)},
     )
     result = step_lib.update(
       self.tx,

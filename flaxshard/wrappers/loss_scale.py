@@ -390,5 +390,5 @@ def _divisor(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _divide(x: jax.Array, by: tuple[jax.Array, jax.Array]) -> jax.Array:
   """Divides an array by what `_divisor` returns, in float32 or wider."""
   x = gradients.widen(x)
-  factor, divisor = (y.astype(x.real.dtype) for y in by)
-  return x * factor / divisor
+  factor, divisor = by
+  return x * factor.astype(x.real.dtype) / divisor.astype(x.real.dtype)
