@@ -9,9 +9,11 @@ import pytest
 
 import flaxshard
 
-# Examples that train or compile for more than a second.
+# Examples that train, or compile for more than a fifth of a second.
 _SLOW = (".data", "models.images", "models.transformer", "state.train_state")
 _SLOW += ("core.indexed_slices", "nnx.optimizer", "sparse.lookups")
+_SLOW += ("sparse.optimizer", "strategy.strategy", "wrappers.loss_scale")
+_SLOW += ("state.lora", "replicas.context")
 
 
 def _count(module):
