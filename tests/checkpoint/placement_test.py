@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
@@ -173,14 +174,11 @@ OUTER = fs.AGN(
 
 
 def create_linear(replicas, *wrappers, seed=0):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params={"w": np.random.default_rng(seed).normal(size=(2, 3)).astype("f")},
-    tx=TX,
-    wrappers=wrappers,
-    strategy=strategy_of(replicas),
-    stats={"mean": np.zeros(2, np.float32)},
+  w = np.random.default_rng(seed).normal(size=(2, 3)).astype("f")
+  others = dict(
+    strategy=strategy_of(replicas), stats={"mean": np.zeros(2, "f")}
   )
+  return quadratic_states.create(wrappers, TX, {"w": w}, **others)
 
 
 def train_step(state, x):

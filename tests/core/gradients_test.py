@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 
 import flaxshard as fs
 
@@ -20,9 +21,7 @@ SCALE = fs.LossScale(fs.DynamicLossScale(initial_scale=1024.0))
 
 
 def create(params, wrappers=(SCALE,), **kwargs):
-  return fs.TrainState.create(
-    apply_fn=None, params=params, tx=SGD, wrappers=wrappers, **kwargs
-  )
+  return quadratic_states.create(wrappers, SGD, params, **kwargs)
 
 
 @jax.jit

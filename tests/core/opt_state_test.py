@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import quadratic_states
 
 import flaxshard as fs
 
@@ -82,9 +83,7 @@ OF_A, OF_B = (f"inner_states/{x}/inner_state/0" for x in "ab")
   ],
 )
 def test_slots_are_split_as_their_parameters(tx, wanted):
-  state = fs.TrainState.create(
-    apply_fn=None, params=PARAMS, tx=tx, strategy=STRATEGY
-  )
+  state = quadratic_states.create((), tx, PARAMS, strategy=STRATEGY)
   found = {
     jax.tree_util.keystr(path, simple=True, separator="/"): x.sharding.spec
     for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import quadratic_states
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
@@ -84,12 +85,10 @@ def test_fold_in_gives_each_replica_its_own_key():
     assert fs.get_replica_context() is None
 
 
-def create(**collections):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.zeros(600, jnp.float16)},
-    tx=optax.sgd(1.0),
-    **collections,
+def create(wrappers=(), **collections):
+  params = {"w": jnp.zeros(600, jnp.float16)}
+  return quadratic_states.create(
+    wrappers, optax.sgd(1.0), params, **collections
   )
 
 
@@ -153,7 +152,7 @@ def test_float16_means_do_not_overflow(wrappers):
     return state, row[0], mean
 
   zeros = {"mean": jnp.zeros(600, jnp.float16)}
-  state = create(wrappers=wrappers, strategy=EIGHT, batch_stats=zeros)
+  state = create(wrappers, strategy=EIGHT, batch_stats=zeros)
   args = state, EIGHT.shard_batch(DRAWN)
   state, rows, means = context_in_run(fn, args=args)
   assert_is_mean(state.params["w"])

@@ -9,8 +9,8 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import quadratic_states
 
 import flaxshard as fs
 
@@ -34,9 +34,7 @@ on_device = STRATEGY.on_logical_device
 
 
 def new_state(wrappers=()):
-  return fs.TrainState.create(
-    apply_fn=None, params=X, tx=optax.sgd(0.1), wrappers=wrappers
-  )
+  return quadratic_states.create(wrappers, params=X)
 
 
 STATE = new_state()

@@ -14,8 +14,8 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import quadratic_states
 import tiny
 
 import flaxshard as fs
@@ -140,10 +140,7 @@ def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
 
 
 def new_state(*wrappers):
-  params = {"w": jnp.ones(2)}
-  return fs.TrainState.create(
-    apply_fn=None, params=params, tx=optax.sgd(0.1), wrappers=wrappers
-  )
+  return quadratic_states.create(wrappers, params={"w": jnp.ones(2)})
 
 
 def test_what_each_wrapper_has_pending_is_told_once(caplog):
