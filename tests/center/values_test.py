@@ -30,6 +30,7 @@ STREAMING = agn(
   4, "mean", True, optax.adam(0.05), fragments=2, delay=1, blend=0.5
 )
 
+SLOW = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:AGN. communication_period")
 
 
@@ -62,13 +63,13 @@ def train_alone(state, step, steps, x):
 @pytest.mark.parametrize(
   ("name", "wrapper", "workers"),
   [
-    ("momentum", agn(3, "sum"), 3),
+    pytest.param("momentum", agn(3, "sum"), 3, marks=SLOW),
     ("adam", agn(3, "mean", fragments=3), 3),
-    ("adam", agn(4, "sequential", fragments=2), 3),
+    pytest.param("adam", agn(4, "sequential", fragments=2), 3, marks=SLOW),
     ("clipped", agn(4, "mean", fragments=2), 3),
     ("momentum", agn(4, "mean", fragments=3, delay=3, blend=0.25), 3),
     ("momentum", agn(3, "sequential", delay=1, blend=0.5), 1),
-    ("sgd", agn(3, "mean", True, fragments=3), 3),
+    pytest.param("sgd", agn(3, "mean", True, fragments=3), 3, marks=SLOW),
     ("sgd", agn(3, "sequential"), 3),
     ("adam", STREAMING, 2),
   ],

@@ -85,7 +85,10 @@ def save_safetensors(path, state):
   return path
 
 
-@pytest.mark.parametrize("save", [save_bytes, save_safetensors, save_ours])
+SLOW_BYTES = pytest.param(save_bytes, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("save", [SLOW_BYTES, save_safetensors, save_ours])
 def test_formats(save, tmp_path, pretrained):
   path = save(tmp_path, pretrained)
   state = make(strategy=STRATEGY, rules=RULES, wrappers=(fs.AGN(),))

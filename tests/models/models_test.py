@@ -68,6 +68,7 @@ def test_resnet_has_its_stride_in_the_3x3_convolution():
   assert second.shape == (1, 8, 8, 128)
 
 
+@pytest.mark.slow
 def test_resnet_updates_batch_statistics_in_training_only():
   model, inputs, _ = create("resnet")
   variables = init(model, inputs)
@@ -148,7 +149,9 @@ def test_transformer_is_causal():
     assert t == 11 or not np.array_equal(logits[:, -1], changed[:, -1])
 
 
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
+@pytest.mark.parametrize(
+  "name", ["cnn", pytest.param("transformer", marks=pytest.mark.slow)]
+)
 def test_dropout_in_training_only(name):
   model, inputs, _ = create(name, dropout=0.5)
   plain, _, _ = create(name)

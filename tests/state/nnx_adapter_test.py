@@ -60,7 +60,9 @@ def assert_close(a, b):
 # Calls.
 
 
-@pytest.mark.parametrize("is_remat", [False, True])
+@pytest.mark.parametrize(
+  "is_remat", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_calls_are_equal_to_calls_of_the_module(is_remat):
   module, same = make(is_remat=is_remat), make()
   apply_fn, variables = split(module)

@@ -326,7 +326,10 @@ EXTRA = {
 
 @pytest.mark.parametrize(
   ("wrappers", "step"),
-  [((), apply_with_extra_arguments), (DYNAMIC, minimize)],
+  [
+    pytest.param((), apply_with_extra_arguments, marks=pytest.mark.slow),
+    (DYNAMIC, minimize),
+  ],
   ids=["apply_gradients", "minimize"],
 )
 @pytest.mark.parametrize("tx", EXTRA.values(), ids=EXTRA)

@@ -88,7 +88,9 @@ def test_memory_of_the_state_and_of_a_commit():
     assert more < temporary * BYTES
 
 
-@pytest.mark.parametrize("commit", ["mean", "sequential"])
+@pytest.mark.parametrize(
+  "commit", [pytest.param("mean", marks=pytest.mark.slow), "sequential"]
+)
 def test_logical_devices_exchange_their_shards(commit):
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   sharding = jax.sharding.NamedSharding(strategy.mesh, P("model"))

@@ -22,7 +22,7 @@ LOCAL_SGD = fs.AGN(3, "mean", commit_delta=True, outer_tx=optax.sgd(1.0))
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 DILOCO = fs.AGN(4, "mean", commit_delta=True, outer_tx=NESTEROV)
 
-
+SLOW = pytest.mark.slow
 pytestmark = pytest.mark.filterwarnings("ignore:AGN. communication_period")
 
 
@@ -31,15 +31,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:AGN. communication_period")
   [
     (fs.AGN(3), "momentum", dict(replicas=8)),
     (fs.AGN(3), "clipped", {}),
-    (fs.AGN(3, "sum"), "clipped", {}),
+    pytest.param(fs.AGN(3, "sum"), "clipped", {}, marks=SLOW),
     # The rates of local steps and of commits have counts of their own.
     (fs.AGN(2, "mean"), "schedule", dict(replicas=2, steps=6)),
-    (fs.AGN(2), "adam", dict(replicas=1, steps=5)),
+    pytest.param(fs.AGN(2), "adam", dict(replicas=1, steps=5), marks=SLOW),
     (fs.AGN(3), "adam", dict(replicas=None, steps=4)),
     # Deltas with the inner optimizer.
     (fs.AGN(3, "sum", commit_delta=True), "sgd", dict(replicas=2, steps=4)),
     # The center is the mean of the local parameters.
-    (LOCAL_SGD, "adam", dict(steps=6)),
+    pytest.param(LOCAL_SGD, "adam", dict(steps=6), marks=SLOW),
     (DILOCO, "adam", dict(steps=9)),
     (fs.AGN(3, outer_tx=optax.adam(0.02)), "momentum", {}),
   ],
