@@ -160,7 +160,7 @@ def test_a_killed_run_in_a_bucket_ends_like_a_local_one(
   program.kill()
   assert [row["step"] for row in tiny.rows(folder)][:4] == [1, 2, 3, 4]
 
-  newest = max(steps.find(checkpoints))
+  newest = max(steps.find(epath.Path(checkpoints)))
   path = damage(f"{checkpoints}/{newest}")
   # The output of a save that was killed.
   half = epath.Path(f"{checkpoints}/{newest + 1}/default/x")
@@ -173,7 +173,7 @@ def test_a_killed_run_in_a_bucket_ends_like_a_local_one(
   assert {"config.json", "data.json", "training.png"} < set(names(folder))
   kinds = [name.partition(".out.")[0] for name in names(folder)]
   assert kinds.count("events") == 2
-  assert max(steps.find(checkpoints)) == 6
+  assert max(steps.find(epath.Path(checkpoints))) == 6
   assert f"{newest}.damaged" in names(checkpoints)
   assert inspection.main([folder, "--verify"]) == 0
   fs.export(folder, f"{folder}_model")
