@@ -148,6 +148,8 @@ def main(argv: list[str]) -> None:
   if not FLAGS["verbosity"].present:
     # JAX and Orbax log many lines at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
+    # Each thread of Orbax also logs its error, with a traceback. One is raised.
+    absl_logging.get_absl_logger().setLevel("CRITICAL")
 
   reported = command_line.report_mistakes(
     FLAGS.verbosity > 0, " (--verbosity=1 shows the traceback.)"

@@ -60,6 +60,29 @@ def test_help_and_mistakes(programs, tmp_path):
     assert len(output.splitlines()) <= 4
 
 
+_FULL = """
+import resource
+
+import flaxshard as fs
+
+
+def get_config():
+  resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+  return fs.config.read("digits")
+"""
+
+
+def test_a_save_that_fails_is_one_message(programs, tmp_path):
+  (tmp_path / "full.py").write_text(_FULL)
+  fields = "--config.num_train_steps=1", "--config.writer=none"
+  program = programs.start(
+    tmp_path, "--config=full.py", "--workdir=run", *fields
+  )
+  output = program.end(code=1)
+  assert "flaxshard: step 1 could not be saved in " in output
+  assert "Traceback" not in output, output
+
+
 def test_import_starts_no_backend_and_is_lazy():
   # Nor does a check, which comes before a run sets the number of devices.
   code = """
