@@ -133,24 +133,13 @@ checkpointer = fs.Checkpointer(path)
 """
 
 
-def run(path, script, *before):
-  """Runs a script; returns its exit status and its standard error."""
-  search = os.pathsep.join(map(str, (_ROOT, _ROOT / "tests")))
-  done = subprocess.run(
-    [*before, sys.executable, "-c", _BEFORE + script, str(path)],
-    env={**os.environ, "XLA_FLAGS": xla_flags.FAST, "PYTHONPATH": search},
-    capture_output=True,
-    text=True,
-    timeout=180,
-  )
-  return done.returncode, done.stderr
-
-
 @pytest.mark.slow
-def test_program_that_ends_without_waiting_says_what_is_lost(tmp_path):
-  code, error = run(tmp_path, _WITHOUT_WAITING)
+def test_program_that_ends_without_waiting_says_what_is_lost(
+  programs, tmp_path
+):
+  script = _BEFORE + _WITHOUT_WAITING
+  error = programs.start(tmp_path, str(tmp_path), script=script).end(code=1)
   path = tmp_path / "checkpoints"
-  assert code == 1
   for fact in (
     "KeyError: 'later'",
     "the last checkpoint is lost",
@@ -172,5 +161,12 @@ def test_disk_fills_up_during_a_save(tmp_path):
     pytest.skip(f"no mount namespace: {e}")
   if done.returncode:
     pytest.skip(f"no tmpfs in a mount namespace: {done.stderr.strip()}")
-  code, error = run(tmp_path, _FULL_DISK, *before)
-  assert code == 0, error[-4000:]
+  search = os.pathsep.join(map(str, (_ROOT, _ROOT / "tests")))
+  done = subprocess.run(
+    [*before, sys.executable, "-c", _BEFORE + _FULL_DISK, str(tmp_path)],
+    env={**os.environ, "XLA_FLAGS": xla_flags.FAST, "PYTHONPATH": search},
+    capture_output=True,
+    text=True,
+    timeout=180,
+  )
+  assert done.returncode == 0, done.stderr[-4000:]

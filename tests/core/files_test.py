@@ -5,8 +5,8 @@ import os
 from forked_programs import wait_until
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import quadratic_states
 import tiny
 
 import flaxshard as fs
@@ -23,9 +23,7 @@ time.sleep(1000)
 
 
 def create(value):
-  return fs.TrainState.create(
-    apply_fn=None, params={"w": jnp.full(3, value)}, tx=optax.sgd(0.1)
-  )
+  return quadratic_states.create(params={"w": jnp.full(3, value)})
 
 
 @pytest.mark.slow
