@@ -127,7 +127,7 @@ def init_from(
     cast: Whether to cast to dtypes that cannot hold all values of the file's,
       such as float32 to bfloat16. Wider dtypes need no permission. Numbers are
       rounded to floating-point ones; one that would become infinite or another
-      integer, or lose its imaginary part, is an error.
+      integer is an error, and so are complex numbers for a real dtype.
 
   Returns:
     The state at step 0, or the tree, and a report. The report is also logged.
@@ -419,10 +419,11 @@ def _axes(
       "model. `keep` keeps its initial value; `transpose` and `reshape` change "
       "the array."
     )
-  if not (cast or np.can_cast(have.dtype, want.dtype)):
+  may_cast = cast and (np.iscomplexobj(want) or not np.iscomplexobj(have))
+  if not (may_cast or np.can_cast(have.dtype, want.dtype)):
     raise ValueError(
       f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
-      "which cannot hold all its values; cast=True rounds them."
+      "which cannot hold all its values; cast=True rounds real ones."
     )
   return axes
 
@@ -455,11 +456,9 @@ def _has_lost(x: jax.Array, dtype: Any, is_cast: bool) -> jax.Array:
   y = x.astype(dtype)
   if jnp.issubdtype(dtype, jnp.inexact):
     lost = ~jnp.isfinite(y) & (is_cast | jnp.isfinite(x))
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-      lost |= jnp.imag(x) != 0
   else:
     # A sign may be lost, and come back with the old dtype.
-    lost = (y.astype(x.dtype) != x) | ((y < 0) != (jnp.real(x) < 0))
+    lost = (y.astype(x.dtype) != x) | ((y < 0) != (x < 0))
   return lost.any()
 
 

@@ -205,7 +205,7 @@ def parameters_of(opt_state: PyTree, params: PyTree) -> list[Path | None]:
   }
 
   def find_parameter(path: Path, leaf: Any) -> Path | None:
-    if known == {()} and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    if known == {()} and not jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact):
       return None  # a count: every leaf ends with the path of a single array
     # The largest subtree first.
     for start in range(len(path) + 1):

@@ -136,9 +136,8 @@ class Accumulate(base.Base):
   ) -> tuple[base.Target, AccumulateState]:
     """Adds the gradients to the sum; calls `next` when it is complete."""
     count = state.num_batches + 1
-    total = trees.map_both(
-      lambda x, g: x + g.astype(x.dtype), state.grads, grads
-    )
+    add = lambda x, g: x + g.astype(x.dtype)
+    total = trees.map_both(add, state.grads, grads)
 
     def update(target: base.Target, total: PyTree) -> tuple[Any, PyTree]:
       # Statistics of Flax's fp8 layers have no sum: the last batch's replace

@@ -28,7 +28,8 @@ def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
 
   They are for your own loop, with Equinox, Haiku or plain JAX: without a
   TrainState. State and parameters are pytrees, which go through `jax.jit` and
-  plain Orbax.
+  plain Orbax. `Strategy.run` takes them as those of one replica, and returns a
+  `PerReplica` for each array.
 
   Args:
     tx: The optax optimizer.

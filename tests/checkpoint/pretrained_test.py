@@ -264,7 +264,7 @@ MISTAKES = [
   (read_body(W.astype(TINY), cast=True), ValueError, "body/kernel .*float8"),
   (read_body(W.astype(np.int8), cast=True), ValueError, "body/kernel .*int8"),
   (read_numbers(1e300, 2.0), ValueError, "a has .*float32"),
-  (read_numbers(1j, 2.0), ValueError, "a has .*float32"),
+  (read_numbers(1j, 2.0), ValueError, "a is complex128 .*float32"),
   (read_numbers(2**40, 2), ValueError, "a is int64 .* 1099511627776"),
   # Statistics that the model does not have are not dropped silently.
   (read_variables_into_parameters, ValueError, "lacks 2 .*batch_stats/norm"),
