@@ -100,8 +100,9 @@ def _one_copy(x: Any) -> Any:
 
   Of several, Orbax would write a slice from each device, and compile each.
   """
-  if isinstance(x, jax.Array) and x.is_fully_addressable:
-    return x.addressable_data(0) if x.is_fully_replicated else x
+  is_here = isinstance(x, jax.Array) and x.is_fully_addressable
+  if is_here and x.is_fully_replicated and x.sharding.num_devices > 1:
+    return x.addressable_data(0)
   return x
 
 
