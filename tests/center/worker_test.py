@@ -161,6 +161,7 @@ def schedule(last):
 
 TX = schedule(1.0)
 FACTS = {"config": {"seed": 1, "name": "a"}}
+SEVEN = {"params": {**PARAMS, "w": np.zeros(7, np.float16)}}
 # What differs from the first worker: arguments of AGN, the state, other facts.
 DIFFERENT = [
   ({"period": 3}, {}, FACTS, "AGN.communication_period is 3 here, and 2 in"),
@@ -171,12 +172,7 @@ DIFFERENT = [
   ({"outer_tx": optax.adam(0.2)}, {}, FACTS, r"an update by\.outer_tx is"),
   ({}, {"tx": optax.sgd(0.99)}, FACTS, r"an update by\.tx is"),
   ({}, {"tx": schedule(0.5)}, FACTS, r"an update by\.tx is"),
-  (
-    {},
-    {"params": {**PARAMS, "w": np.zeros(7, np.float16)}},
-    FACTS,
-    r"arrays.params/w is 'float16\[7\]' here, and 'float32\[6\]'",
-  ),
+  ({}, SEVEN, FACTS, r"params/w is 'float16\[7\]' here, and 'float32\[6\]'"),
   ({}, {"params": {"b": PARAMS["b"]}}, FACTS, "params/w is .*missing.* here"),
   ({}, {}, {"config": {"seed": 2, "name": "a"}}, "config.seed is 2 here"),
   ({}, {}, {}, "config.* is .*missing.* here"),
