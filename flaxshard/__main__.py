@@ -149,7 +149,9 @@ def main(argv: list[str]) -> None:
     # JAX and Orbax log many lines at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
     # Each thread of Orbax also logs its error, with a traceback. One is raised.
-    absl_logging.get_absl_logger().setLevel("CRITICAL")
+    absl_logging.get_absl_logger().addFilter(
+      lambda record: "orbax/checkpoint" not in record.pathname
+    )
 
   reported = command_line.report_mistakes(
     FLAGS.verbosity > 0, " (--verbosity=1 shows the traceback.)"

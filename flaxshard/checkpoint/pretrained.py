@@ -184,7 +184,9 @@ def init_from(
     # What JAX holds in fewer bits than the file was cast as it was read.
     is_cast = x.dtype != in_file
     if in_file != want.dtype and _has_lost(x, want.dtype, is_cast):
-      raise ValueError(f"{where}: {name} has values that {want.dtype} has not.")
+      raise ValueError(
+        f"{where}: {name} has values that {want.dtype} cannot hold."
+      )
     arrays[name] = _finish(x, axes[name], want)
   used = {*sources.values()}
   report = InitReport(
