@@ -125,7 +125,10 @@ def restore_step(
 
 
 def _check_names(where: Any, saved: reader.Leaves, state: items.States) -> None:
-  """Raises a ValueError if a step has a dict of states and not one, or so."""
+  """Raises a ValueError if a step lacks one of the states to restore.
+
+  One state that is no dict has the name `""`.
+  """
   names = {path[0]: None for path in saved if path[1:2] == ("params",)}
   names = {"": None} if ("step",) in saved else names
   wanted = items.by_name(state)

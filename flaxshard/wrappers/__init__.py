@@ -57,8 +57,8 @@ __all__ = [
   "wrap",
 ]
 
-# Those that errors list: a training config has a field for `Accumulate`.
 _WRAPPERS: dict[str, Any] = {
+  "accumulate": Accumulate,
   "agn": AGN,
   "cross_shard": CrossShard,
   "ema": EMA,
@@ -115,8 +115,6 @@ def from_config(
         f"got {entry!r}."
       )
     name, arguments = pair
-    if name == "accumulate":
-      name = "flaxshard:Accumulate"
     made.append(_construct(f"{argument}[{i}]", name, arguments, _WRAPPERS))
   return stack.check(made)
 
