@@ -120,17 +120,17 @@ def read(
 def _place(where: Any, leaf: SavedLeaf, x: Any, asked: Asked) -> jax.Array:
   """Returns a leaf that was read as an array with the wanted sharding."""
   path = (leaf.tree, *leaf.key)
+  label = f"{where}: {'/'.join(path)}"
   if leaf.is_number and not isinstance(x, jax.Array):
     # astype wraps numbers around without an error.
     number, x = x, np.asarray(x).astype(asked.dtype)
     if x.item() != number:
-      name = "/".join(path)
-      raise ValueError(f"{where}: {name}: {number} is not exact in {x.dtype}.")
+      raise ValueError(f"{label}: {number} is not exact in {x.dtype}.")
   if not isinstance(x, jax.Array):
 
     def read_part(index: Any) -> Any:
       part = x[index]
-      trees.check_integers(f"{where}: {'/'.join(path)}", part)
+      trees.check_integers(label, part)
       return part
 
     # Each device gets only its part.

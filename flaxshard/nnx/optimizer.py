@@ -263,9 +263,10 @@ class Optimizer(nnx.Optimizer[M]):
         f"update: grads is the module, a {type(grads).__name__}. Write "
         "optimizer.update(model, grads)."
       )
-    leaves = jax.tree.leaves(grads, is_leaf=gradients.is_leaf)
     # NNX's optimizer takes no None, the gradient of an integer.
-    if not self.wrappers and all(g is not None for g in leaves):
+    if not self.wrappers and all(
+      g is not None for g in jax.tree.leaves(grads, is_leaf=gradients.is_leaf)
+    ):
       return super().update(model, grads, **kwargs)
     extra_arguments.check(self.tx, kwargs)
     params = self._params(model)
