@@ -173,7 +173,12 @@ DIFFERENT = [
   ({"outer_tx": optax.adam(0.2)}, {}, FACTS, r"an update by\.outer_tx is"),
   ({}, {"tx": optax.sgd(0.99)}, FACTS, r"an update by\.tx is"),
   ({}, {"tx": schedule(0.5)}, FACTS, r"an update by\.tx is"),
-  ({}, SEVEN, FACTS, r"params/w is 'float16\[7\]' here, and 'float32\[6\]'"),
+  (
+    {},
+    SEVEN,
+    FACTS,
+    r"arrays.params/w is 'float16\[7\]' here, and 'float32\[6\]'",
+  ),
   ({}, {"params": {"b": PARAMS["b"]}}, FACTS, "params/w is .*missing.* here"),
   ({}, {}, {"config": {"seed": 2, "name": "a"}}, "config.seed is 2 here"),
   ({}, {}, {}, "config.* is .*missing.* here"),

@@ -159,6 +159,7 @@ def test_states_by_name(tmp_path):
   with fs.Checkpointer(tmp_path) as checkpointer:
     assert checkpointer.save(7, saved)
     restored = checkpointer.restore(make_two())
+    assert list(restored) == ["generator", "discriminator"]
     assert_trees_equal(restored, saved)
     assert not checkpointer.save(7, restored)
     with pytest.raises(ValueError, match="was saved from another state"):

@@ -253,6 +253,8 @@ MISTAKES = [
   (read_file(rename=["a"]), TypeError, "rename.* pairs"),
   (read_file(reshape=["kernal"]), ValueError, r"reshape\[0\].*'kernel'"),
   (read_file(keep=[".*"]), ValueError, "all parameters"),
+  (read_file(keep="head"), TypeError, "keep.*'head'"),
+  (read_file(keep=["("]), ValueError, r"keep\[0\].*'\('"),
   # Arrays.
   (read_file(rename=[("^body", "stem")]), ValueError, "lacks 1 .*stem/kernel"),
   (read_file(ignore=["^head/"]), ValueError, r"head/kernel \(16, 4\)"),

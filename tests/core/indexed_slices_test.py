@@ -56,6 +56,7 @@ def test_arithmetic_is_that_of_the_array(dtype):
     np.testing.assert_array_equal(got, DENSE)
   assert norm == pytest.approx(np.linalg.norm(DENSE))
   np.testing.assert_array_equal(dense(SLICES + SLICES), 2 * DENSE)
+  assert SLICES.astype(jnp.bfloat16).dtype == jnp.bfloat16
 
 
 def test_tree_map_without_is_leaf_is_found():

@@ -118,7 +118,11 @@ MISTAKES = [
   (lambda: apply(batch_stat=STATS), TypeError, "'batch_stat'.*batch_stats"),
   (lambda: apply(step=1), TypeError, "'step'"),
   (lambda: apply(batch_stats={"n": 1.0}), ValueError, "batch_stats.*mean"),
-  (lambda: apply(batch_stats=HALF), ValueError, "batch_stats.*16.*float32"),
+  (
+    lambda: apply(batch_stats=HALF),
+    ValueError,
+    "batch_stats.*float16.*float32",
+  ),
   (lambda: apply(create(tx=POLYAK)), TypeError, "value"),
   # TensorFlow's surface: pairs, var_list, grad_loss and slots.
   (lambda: apply_plain([PAIR, PAIR]), ValueError, "pair 1.*twice"),

@@ -8,6 +8,7 @@ from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tpu_programs
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
@@ -98,6 +99,17 @@ def test_bfloat16_gradients_are_summed_in_bfloat16(fn, dtype):
   after, out = sum_on_two_replicas(fn, rewrites.sum_before_widening)
   assert before != "bf16" and after == dtype
   assert_trees_equal(out, wanted)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_run_on_tpu_sums_bfloat16_gradients_alone_in_bfloat16(dtype):
+  strategy = tpu_programs.strategy_of("v5e:2x2")
+  args = tpu_programs.create(strategy, dtype=jnp.dtype(dtype))
+  text = strategy.jit(tpu_programs.train_step).lower(*args).as_text()
+  sums = re.findall(r"stablehlo.all_reduce.*?-> tensor<(\S+)>", text, re.S)
+  kind = "bf16" if dtype == "bfloat16" else "f32"
+  assert sorted(sums) == [f"256x256x{kind}"] * 2 + [f"256x{kind}"] * 2
 
 
 # -- No open sharding constraints, in replicas of several logical devices.

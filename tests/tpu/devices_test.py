@@ -187,7 +187,10 @@ FOUR = fs.PerReplica(np.ones((4, 1)))
     (lambda s: s.reduce("sum", FOUR), "reduce"),
     (lambda s: s.gather(FOUR, 0), "gather"),
     (lambda s: s.local_results(FOUR), "local_results"),
-    (lambda s: s.distribute_values_from_function(len), "values_from_function"),
+    (
+      lambda s: s.distribute_values_from_function(lambda context: 1),
+      "distribute_values_from_function",
+    ),
     (lambda s: s.shard_batch({"x": np.ones(8)}), "batch"),
     (lambda s: s.split_to_logical_devices(np.ones(4), [2]), "split_to"),
     (lambda s: s.replicate_to_logical_devices(np.ones(4)), "replicate_to"),

@@ -1,6 +1,7 @@
 """The compiled step of LossScale: its branch, memory, and 16-bit gradients."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +49,19 @@ SCALE = fs.LossScale(fs.DynamicLossScale(123.4, growth_factor=7.3))
 ADAM = optax.adam(0.1)
 
 
-PARAMS = {"w": np.linspace(-0.5, 0.7, 32, dtype="f").reshape(4, 8)}
+def grid(*shape):
+  return np.linspace(-0.5, 0.7, math.prod(shape), dtype="f").reshape(shape)
+
+
+PARAMS = {"once": grid(4, 8), "twice": grid(8, 8), "scale": grid(8)}
 
 
 def loss_of(params, dtype, x, weight):
-  y = (x.astype(dtype) @ params["w"].astype(dtype)).astype("float32")
+  """Uses `twice` twice, and `scale` in float32."""
+  narrow = lambda x: x.astype(dtype)
+  y = jax.nn.relu(narrow(x) @ narrow(params["once"])) @ narrow(params["twice"])
+  y = jax.checkpoint(jnp.multiply)(y.astype("float32"), params["scale"])
+  y = (narrow(y) @ narrow(params["twice"])).astype("float32")
   # `weight` lets the gradient overflow.
   return ((y - np.repeat(x, 2, axis=1)) ** 2).mean() * weight
 
@@ -101,12 +110,13 @@ def in_float32(state, params, *batch):
 @pytest.mark.parametrize(
   ("step", "dtype", "wrappers", "entered"),
   [
-    # core/gradients_test.py has other losses.
-    (minimize, "float16", [], "float16"),
-    (minimize, "float16", [Halve()], "float32"),
-    (clipped, "float16", [], "float32"),
+    # `twice` has a sum of two gradients, in float32; `scale` has no 16 bits.
+    (minimize, "float16", [], ["float16", "float32", "float32"]),
+    (minimize, "bfloat16", [], ["bfloat16", "float32", "float32"]),
+    (minimize, "float16", [Halve()], ["float32"] * 3),
+    (clipped, "float16", [], ["float32"] * 3),
     # Gradients of 16-bit parameters.
-    (by_hand, "float32", [], "float16"),
+    (by_hand, "float32", [], ["float16"] * 3),
   ],
 )
 def test_gradients_enter_the_branch_in_16_bits(step, dtype, wrappers, entered):
@@ -117,7 +127,9 @@ def test_gradients_enter_the_branch_in_16_bits(step, dtype, wrappers, entered):
   (cond,) = [e for e in program.eqns if e.primitive.name == "cond"]
   dtypes = [x.aval.dtype.name for x in cond.invars if x.aval.ndim]
   # Parameters and the two slots of Adam are float32.
-  assert sorted(dtypes) == sorted([entered, *["float32"] * 3])
+  for _ in range(3 * len(jax.tree.leaves(state.params))):
+    dtypes.remove("float32")
+  assert sorted(dtypes) == entered
   if step is clipped:
     return
   for i, weight in enumerate((1.0, 0.5, 3e38, 2.0)):
