@@ -6,6 +6,7 @@ has compiled, the others read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -79,7 +80,9 @@ class Program:
     return self._code.exists()
 
   def send(self, signum: int) -> None:
-    os.kill(self.pid, signum)
+    """Sends a signal, unless it has ended meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(self.pid, signum)
 
   def wait(self, seconds: float = _SECONDS) -> int:
     """Waits for the end; returns the exit code."""
