@@ -30,6 +30,7 @@ from flaxshard.core import trees
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import agn_store
+from flaxshard.wrappers.accumulate import Accumulate
 from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
 
@@ -55,6 +56,18 @@ def find(state: Any) -> tuple[AGN, AGNState]:
     "Worker: state.wrappers must have an AGN with transport='store', got "
     f"{names}."
   )
+
+
+def batches_per_step(state: TrainState) -> tuple[int, int]:
+  """Returns the number of batches in a local step, and in the next one so far.
+
+  They are those of an `Accumulate` around AGN.
+  """
+  for wrapper in state.wrappers:
+    if isinstance(wrapper, Accumulate):
+      own = state.wrapper_states[wrapper.name]
+      return wrapper.steps, int(own.num_batches)
+  return 1, 0
 
 
 # A state has many paths, and is read several times for each commit.

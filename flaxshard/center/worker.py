@@ -168,14 +168,17 @@ class Worker:
     self._objects = store.Objects(self._url)
     facts_lib.agree(self._objects, self._layout, state, facts or {})
     self._layout.begin(self._objects, state)
-    self._last_step = self.clock = int(own.local_step)
+    self._last_step = int(own.local_step)
+    # The batches of a local step, which an `Accumulate` has.
+    self._batches, begun = train_states.batches_per_step(state)
+    self.clock = self._last_step * self._batches + begun
     # The clock at which there may be something to do.
     self._next_look = 0
     # By fragment: the local step of the last commit.
     self._sent = own.sent.tolist()
-    # By fragment: the examples since the last commit, and the commit that is
-    # under way.
-    self._examples = [0.0] * self._options.fragments
+    # By fragment: the examples since the last commit; none before the first
+    # step. And the commit that is under way.
+    self._examples: list[float] = []
     self._exchanges: dict[int, heads.Exchange] = {}
     # Of commits: seconds, versions in between, and workers.
     self._results: list[tuple[float, int, int]] = []
@@ -219,6 +222,10 @@ class Worker:
     if self.is_finished:
       # This step is not taken: the state is the one that others have saved.
       return self._layout.restart(state, self._last_step)
+    if not self._examples:
+      # A checkpoint does not say those of its steps: as many as of this one.
+      before = [self.clock - 1 - sent * self._batches for sent in self._sent]
+      self._examples = [examples * batches for batches in before]
     self._examples = [x + examples for x in self._examples]
     if self.clock < self._next_look:
       return state
@@ -416,10 +423,11 @@ class Worker:
         local_step,
         missed,
       )
-    self.clock += missed
-    self.missed_steps += missed
+    self.clock += missed * self._batches
+    self.missed_steps += missed * self._batches
     self._last_step = local_step
     self._sent = [local_step] * self._options.fragments
+    self._examples = [0.0] * self._options.fragments
     return self._layout.restart(state, local_step)
 
   # -- Commits.

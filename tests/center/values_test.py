@@ -4,6 +4,7 @@ import functools
 
 import agn_problem
 from center_workers import agn
+from center_workers import new_directory
 from center_workers import Workers
 import jax
 import numpy as np
@@ -209,13 +210,19 @@ def test_a_skipped_step_is_no_local_step(scale_first):
 @pytest.mark.parametrize("per_replica", [False, True])
 def test_accumulate_outside(per_replica):
   accumulate = fs.Accumulate(2, per_replica=per_replica)
-  state = start(accumulate, agn(), strategy=FOUR)
-  with Workers([state], FOUR.jit(train_step)) as group:
-    for i in range(1, 7):
+  new, directory = start(accumulate, agn(), strategy=FOUR), new_directory()
+  with Workers([new], FOUR.jit(train_step), directory) as group:
+    for i in range(1, 8):
       group.step([FOUR.shard_batch(XS)])
       found = own(group.states[0])
       assert (int(found.local_step), int(found.commits)) == (i // 2, i // 4)
+    state = group.settle()[0]
   np.testing.assert_array_equal(found.grad_accum["b"], 1.875)
+  # The clock counts batches: those of a checkpoint, and those of the others.
+  for given, clock in [(state, 7), (new, 4)]:
+    with fs.Worker(directory, 0, 1) as worker:
+      worker.start(given)
+      assert (worker.clock, worker.missed_steps) == (clock, 4 * (given is new))
 
 
 # Collections.

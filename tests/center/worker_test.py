@@ -254,12 +254,16 @@ def test_a_malformed_commit_is_set_aside(tmp_path, caplog, commit):
 
 
 def test_a_mean_of_commits_is_weighted_by_examples(tmp_path):
-  with fs.Worker(str(tmp_path), 0, 1) as worker:
-    state = worker.start(create(stats={"m": np.zeros(2, np.float32)}))
-    write_foreign(tmp_path, encoding.pack(GOOD))
-    for _ in range(2):
+  state = create(agn(grace=30), stats={"m": np.zeros(2, np.float32)})
+  for _ in range(2):
+    # The second one continues in the middle of the period.
+    with fs.Worker(str(tmp_path), 0, 1) as worker:
+      state = worker.start(state)
+      if worker.clock == 1:
+        write_foreign(tmp_path, encoding.pack(GOOD))
       state = worker.commit(step(state, np.float32(1)), examples=3)
-    state = worker.finish(state)
+      end = worker.settle if worker.clock == 1 else worker.finish
+      state = end(state)
   # Two examples of two steps whose gradients are 4 beside six of 1 a step.
   assert float(state.params["b"]) == 8 - (2 * 2 + 6 * 1) / 8
   np.testing.assert_array_equal(state.stats["m"], [2 / 8] * 2)
