@@ -32,7 +32,6 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import PerReplica
-from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.state.create import create_train_state
@@ -109,13 +108,6 @@ class Setup:
       )
     self.batch_size = config.batch_size // rank.num_workers
     self._tx, self.schedule = optimizer.create(config)
-    if config.sparse:
-      self._tx = sparse_optimizer.sparse_rows(
-        self._tx,
-        config.sparse,
-        config.sparse_semantics,
-        argument="config.sparse",
-      )
     with registry.errors_name("config.wrappers"):
       self._wrappers = _create_wrappers(config)
       stack.check_replicas(self._wrappers, strategy.num_replicas_in_sync)
@@ -167,6 +159,8 @@ class Setup:
         strategy=self.strategy,
         rules=rules,
         lora=factors,
+        sparse=config.sparse,
+        sparse_semantics=config.sparse_semantics,
         **options,
       )
 
@@ -176,11 +170,11 @@ class Setup:
     try:
       yield
     except patterns.PatternError as e:
-      # It names config.freeze, config.learning_rates, config.sparse or lora; or
-      # begins with "rules", a field of config.mesh.
-      if not str(e).startswith("rules"):
-        raise
-      raise ValueError(f"config.mesh.{e}") from e
+      # It names config.freeze or config.learning_rates; or it begins with an
+      # argument of `create_train_state`: rules, sparse or lora.
+      field = str(e).removeprefix("config.")
+      group = "mesh." if field.startswith("rules") else ""
+      raise ValueError(f"config.{group}{field}") from e
     except (TypeError, ValueError, ArithmeticError, LookupError):
       its_model = f"config.model ({self.config.model.get('name')!r})"
       its_data = f"config.data ({self.config.data.get('name')!r})"
