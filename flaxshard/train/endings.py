@@ -17,6 +17,7 @@ import threading
 import time
 from typing import Any
 
+from flax.training import early_stopping as flax_early_stopping
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
@@ -195,10 +196,9 @@ def stopped_early(
   """Returns why evaluations end a run; None if they do not.
 
   An evaluation improves if its metric is better than the best one so far by
-  more than `min_delta`. As with `flax.training.early_stopping`, `patience`
-  evaluations in a row need not improve, and the next one ends the run. A metric
-  that is not finite does not improve; before the first finite one nothing is
-  counted.
+  more than `min_delta`. Flax's rule tolerates `patience` evaluations in a row
+  that do not improve, and stops at the next one. A metric that is not finite
+  does not improve; before the first finite one nothing is counted.
 
   Args:
     config: `config.early_stopping`, also that of an earlier run; without a
@@ -217,23 +217,25 @@ def stopped_early(
   metric = config["metric"]
   if metric == "none":
     return None
-  # From here on smaller values are better.
+  # Flax's rule knows smaller metrics as better.
   mode = config_lib.resolve_mode(metric, config["mode"])
   sign = -1 if mode == "max" else 1
-  best, best_step, waited = math.inf, 0, 0
+  rule = flax_early_stopping.EarlyStopping(
+    patience=config["patience"], min_delta=config["min_delta"]
+  )
+  best_step = 0
   for row in rows:
     if metric not in row:
       continue
     value = math.inf if row[metric] is None else sign * row[metric]
-    if math.isfinite(value) and best - value > config["min_delta"]:
-      best, best_step, waited = value, row["step"], 0
-    elif math.isfinite(best):
-      waited += 1
-    if waited > config["patience"]:
+    rule = rule.update(value if math.isfinite(value) else math.inf)
+    if rule.has_improved:
+      best_step = row["step"]
+    if rule.should_stop:
       return (
         f"stopped early at step {row['step']}: {metric} has not improved on "
-        f"{best * sign:.4g} of step {best_step} by more than "
-        f"{config['min_delta']:g} in {waited} evaluations"
+        f"{rule.best_metric * sign:.4g} of step {best_step} by more than "
+        f"{config['min_delta']:g} in {config['patience'] + 1} evaluations"
       )
   return None
 

@@ -256,16 +256,8 @@ def _run(
       seen = setup.read_progress(progress)
       watch.check_steps(step, state, seen)
       evaluation: dict[str, float] = {}
-      error: Exception | None = None
       if evaluate:
-        try:
-          evaluation = steps.evaluate(setup, state, step)
-        except Exception as e:
-          if multihost.process_count() > 1:
-            # The others may still evaluate: no save with them.
-            raise
-          # A mistake in a task's `evaluate` must not cost the steps so far.
-          error, log, save = e, True, True
+        evaluation = steps.evaluate(setup, state, step)
         evaluations.append({"step": step, **evaluation})
         stopped = endings.stopped_early(config.early_stopping, evaluations)
         if stopped:
@@ -294,8 +286,6 @@ def _run(
           # checkpoint with a finite one is not deleted for one without.
           checkpointer.save(step, state, data=batches, metrics=evaluation)
         save_time = time.monotonic()
-      if error is not None:
-        raise error
       if row:
         # After the save: what a hook raises does not lose this step.
         call_hooks(step, state, row)

@@ -163,14 +163,7 @@ def run(workdir, task, *steps, **fields):
 def test_training_resumes_to_the_same_result(tmp_path, create):
   task = create()
   whole = run(tmp_path / "whole", task, 12)
-  run(tmp_path / "parts", create(), 5)
-  broken = create()
-  broken.evaluate = lambda evaluation: {"loss": 1 / 0}
-  # Its steps are not lost.
-  with pytest.raises(ZeroDivisionError):
-    run(tmp_path / "parts", broken, 8)
-  assert tiny.rows(tmp_path / "parts")[-1]["step"] == 8
-  parts = run(tmp_path / "parts", create(), 12)
+  parts = run(tmp_path / "parts", create(), 5, 12)
   tree_equality.assert_trees_equal(
     jax.tree.leaves(parts), jax.tree.leaves(whole)
   )
