@@ -207,25 +207,26 @@ def trained(
   return jax.tree_util.tree_map_with_path(choose, tree, is_leaf=is_leaf)
 
 
-def tables(tx: Any, trained: PyTree) -> PyTree | None:
-  """Returns which parameters are tables of `sparse_rows`, or None if none is.
+def tables(tx: Any, tree: PyTree) -> list[trees.Path]:
+  """Returns the paths of the tables whose rows an optimizer updates.
 
   Args:
     tx: An optimizer.
-    trained: A tree like the parameters, without the frozen ones.
-
-  Returns:
-    A tree of booleans like `trained`.
+    tree: The parameters, or their gradients.
   """
-  return matching(tx.patterns, trained) if isinstance(tx, SparseRows) else None
+  if not isinstance(tx, SparseRows):
+    return []
+  return [
+    path
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    if matches(tx.patterns, tree, path) and not matches(tx.frozen, tree, path)
+  ]
 
 
 def matching(patterns: Sequence[str], params: PyTree) -> PyTree:
   """Returns which leaves of a tree like the parameters match a pattern."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: matches(patterns, params, path),
-    params,
-    is_leaf=indexed_slices.is_indexed_slices,
+    lambda path, _: matches(patterns, params, path), params
   )
 
 

@@ -89,8 +89,9 @@ def gather_is_smaller(slices: IndexedSlices, count: int) -> bool:
 def gather_over_mesh(grads: PyTree) -> PyTree:
   """Gathers the rows of a batch that is split over a mesh.
 
-  For a program of the whole batch, outside of `Strategy.run`. XLA would sort
-  and sum rows that are split over devices by an all-reduce: twice the bytes.
+  For a program of the whole batch; inside of `Strategy.run` nothing changes.
+  XLA would sort and sum rows that are split over devices by an all-reduce:
+  twice the bytes.
 
   Args:
     grads: A tree of gradients; only `IndexedSlices` change.
@@ -100,6 +101,7 @@ def gather_over_mesh(grads: PyTree) -> PyTree:
     if not is_indexed_slices(x) or not isinstance(x.values, jax.core.Tracer):
       return x
     mesh = jax.typeof(x.values).sharding.mesh
+    # Inside of `run` the axis of the replicas is Manual.
     if set(mesh.axis_types) != {jax.sharding.AxisType.Auto}:
       return x
     return jax.tree.map(lambda array: _gather_dimension(array, mesh), x)

@@ -12,7 +12,7 @@ way has a whole gradient, with a warning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ _CALLS = frozenset("jit pjit closed_call eval_jaxpr".split())
 def value_and_grad(
   fn: Callable[[PyTree], tuple[jax.Array, Any]],
   params: PyTree,
-  mask: PyTree,
+  tables: Container[trees.Path],
   differentiate: Callable[..., Any],
 ) -> tuple[tuple[jax.Array, Any], PyTree]:
   """Differentiates a function; the gradients of tables are `IndexedSlices`.
@@ -46,8 +46,7 @@ def value_and_grad(
   Args:
     fn: Returns a real scalar and a tree of arrays. It is traced once.
     params: The argument of `fn`.
-    mask: A tree of booleans like `params`: whether a gradient shall be an
-      `IndexedSlices`.
+    tables: The paths of those whose gradients shall be `IndexedSlices`.
     differentiate: `jax.value_and_grad` of a function that returns a scalar and
       auxiliary output, called with the function and its argument.
 
@@ -61,36 +60,37 @@ def value_and_grad(
     >>> def fn(params):
     ...   rows = params["table"][jnp.array([7, 3])]
     ...   return (rows * params["bias"]).sum(), None
-    >>> mask = {"table": True, "bias": False}
+    >>> tables = [(jax.tree_util.DictKey("table"),)]
     >>> (loss, _), grads = value_and_grad(
-    ...     fn, params, mask,
+    ...     fn, params, tables,
     ...     lambda fn, x: jax.value_and_grad(fn, has_aux=True)(x))
     >>> grads["table"].indices.tolist(), grads["bias"].tolist()
     ([7, 3], [2.0, 2.0])
   """
-  leaves, treedef = jax.tree.flatten(params)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+  leaves = [x for _, x in flat]
   program, shapes = jax.make_jaxpr(fn, return_shape=True)(params)
-  tables = [i for i, is_table in enumerate(jax.tree.leaves(mask)) if is_table]
+  wanted = [i for i, (path, _) in enumerate(flat) if path in tables]
   trial = _Evaluation(None)
-  jax.eval_shape(lambda x: trial.run(program, x, tables), leaves)
+  jax.eval_shape(lambda x: trial.run(program, x, wanted), leaves)
   for leaf, eqn in trial.dense.items():
-    checks.warn(_describe_dense(trees.names(params)[leaf], eqn))
-  tables = [i for i in tables if i not in trial.dense]
-  found = [(i, rows.shape) for i, _, rows in trial.lookups if i in tables]
+    checks.warn(_describe_dense(trees.path_string(flat[leaf][0]), eqn))
+  wanted = [i for i in wanted if i not in trial.dense]
+  found = [(i, rows.shape) for i, _, rows in trial.lookups if i in wanted]
 
   def tapped(trained: tuple[dict[int, Any], list[jax.Array]]) -> Any:
     others, taps = trained
     evaluation = _Evaluation(iter(taps))
     outputs = evaluation.run(
-      program, [others.get(i, x) for i, x in enumerate(leaves)], tables
+      program, [others.get(i, x) for i, x in enumerate(leaves)], wanted
     )
     value, aux = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
     return value, (aux, [used for _, used, _ in evaluation.lookups])
 
-  others = {i: x for i, x in enumerate(leaves) if i not in tables}
+  others = {i: x for i, x in enumerate(leaves) if i not in wanted}
   taps = [jnp.zeros(shape, leaves[i].dtype) for i, shape in found]
   (value, (aux, used)), (grads, rows) = differentiate(tapped, (others, taps))
-  for i in tables:
+  for i in wanted:
     grads[i] = _no_rows(leaves[i])
   # As a backward pass has them: the last lookup first.
   for (i, _), indices, g in reversed([*zip(found, used, rows, strict=True)]):

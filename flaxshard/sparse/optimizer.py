@@ -359,14 +359,10 @@ def _find_tables(tx: SparseRows, params: PyTree) -> list[trees.Path]:
     PatternError: A pattern matches no parameter, or one that is no table.
   """
   patterns_lib.check_used(tx.argument, tx.patterns, trees.names(params))
-  tables = [
-    (path, p)
-    for path, p in jax.tree_util.tree_leaves_with_path(params)
-    if gradients.matches(tx.patterns, params, path)
-    and not gradients.matches(tx.frozen, params, path)
-  ]
-  for path, p in tables:
-    dtype, shape = trees.dtype_of(p), jnp.shape(p)
+  tables = gradients.tables(tx, params)
+  by_path = dict(jax.tree_util.tree_leaves_with_path(params))
+  for path in tables:
+    dtype, shape = trees.dtype_of(by_path[path]), jnp.shape(by_path[path])
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.floating):
       name = trees.path_string(path)
       pattern: Any = patterns_lib.first_match(tx.patterns, name)
@@ -375,4 +371,4 @@ def _find_tables(tx: SparseRows, params: PyTree) -> list[trees.Path]:
         f"{dtype}{list(shape)}, which is not a table: a floating-point array "
         "with two dimensions."
       )
-  return [path for path, _ in tables]
+  return tables

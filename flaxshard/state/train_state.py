@@ -280,6 +280,7 @@ class TrainState(flax_train_state.TrainState):
       ValueError: `LossScale` has unscaled them, as those of `value_and_grad`.
     """
     return step_lib.unscale_gradients(
+      self.tx,
       self.wrappers,
       stack.local_states(self.wrappers, self.wrapper_states),
       grads,

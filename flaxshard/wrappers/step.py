@@ -110,20 +110,19 @@ def value_and_grad(
       return _narrow_value_and_grad(fn, params)
     return jax.value_and_grad(fn, has_aux=True)(params)
 
-  mask = gradients.tables(tx, trained)
-  if mask is None:
-    (_, value), grads = differentiate(scaled_loss, trained)
-  else:
+  if tables := gradients.tables(tx, trained):
     (_, value), grads = lookups.value_and_grad(
-      scaled_loss, trained, mask, differentiate
+      scaled_loss, trained, tables, differentiate
     )
+  else:
+    (_, value), grads = differentiate(scaled_loss, trained)
   if is_gated:
     # XLA runs each operation as soon as its inputs exist. All outputs of a
     # barrier wait for all its inputs.
     grads = jax.lax.optimization_barrier(grads)
   if is_gated and not is_narrow:
     grads = jax.tree.map(lambda p, g: g.astype(p.dtype), trained, grads)
-  return value, unscale_gradients(wrappers, local, grads)
+  return value, unscale_gradients(tx, wrappers, local, grads)
 
 
 def scale_loss(wrappers: Wrappers, states: States, loss: jax.Array) -> Any:
@@ -141,16 +140,17 @@ def scale_loss(wrappers: Wrappers, states: States, loss: jax.Array) -> Any:
 
 
 def unscale_gradients(
-  wrappers: Wrappers, states: States, grads: PyTree
+  tx: Any, wrappers: Wrappers, states: States, grads: PyTree
 ) -> PyTree:
   """Undoes the scaling of the loss on gradients, outermost wrapper first.
 
   Args:
+    tx: The optax optimizer.
     wrappers: The wrappers.
     states: Their states, of one replica.
     grads: Gradients of the scaled loss.
   """
-  grads = _to_dense_unless_taken(wrappers, "unscale_gradients", grads)
+  grads = _keep_rows(tx, wrappers, "unscale_gradients", grads)
   for w in wrappers:
     grads = w.unscale_gradients(states[w.name], grads)
   return grads
@@ -335,7 +335,8 @@ def update(
     # all of them, so that LossScale needs no collective of its own.
     grads = replica_context.reduce_gradients(op, grads)
   if gradients.find_rows(grads):
-    grads = _take_rows(tx, wrappers, grads)
+    grads = rows.gather_over_mesh(grads)
+    grads = _keep_rows(tx, wrappers, "apply", grads)
   if wrappers:
     target = target._replace(
       # A step that a user made may be weakly typed: lax.cond refuses branches
@@ -403,46 +404,35 @@ def _apply_reduced(
     return next(target, grads)
 
 
-def _take_rows(tx: Any, wrappers: Wrappers, grads: PyTree) -> PyTree:
-  """Returns gradients with rows where wrappers and the optimizer take them."""
-  if replica_context.get_replica_context() is None:
-    grads = rows.gather_over_mesh(grads)
-  grads = _to_dense_unless_taken(wrappers, "apply", grads)
-  mask = gradients.tables(tx, grads)
-  tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
-  found = gradients.find_rows(grads)
-  others = [trees.path_string(path) for path in found if path not in tables]
-  if others:
-    checks.warn(
-      f"grads: {', '.join(others)} has an IndexedSlices, and the optimizer "
-      "does not update its rows: it becomes a whole array. Name the parameter "
-      "in sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
-    )
-  return indexed_slices.to_dense(grads, keep=tables)
-
-
-def _to_dense_unless_taken(
-  wrappers: Wrappers, hook: str, grads: PyTree
-) -> PyTree:
-  """Returns gradients without rows if a wrapper's hook does not take them.
+def _keep_rows(tx: Any, wrappers: Wrappers, hook: str, grads: PyTree) -> PyTree:
+  """Returns gradients with rows where wrappers and the optimizer take them.
 
   A wrapper that knows nothing of `IndexedSlices` may map a function over all
   leaves, and so change row numbers.
 
   Args:
+    tx: The optax optimizer.
     wrappers: The wrappers.
-    hook: Name of the method that gets the gradients.
+    hook: Name of the method of a wrapper that gets the gradients.
     grads: The gradients.
   """
-  for w in wrappers:
-    if w.takes_indexed_slices or not stack.overrides(w, hook):
-      continue
-    if tables := gradients.find_rows(grads):
-      checks.warn(
-        f"wrapper {w.name!r}: {hook} takes no IndexedSlices: the gradients of "
-        f"{', '.join(map(trees.path_string, tables))} become whole arrays, and "
-        "the step updates whole tables. See takes_indexed_slices of "
-        "flaxshard.wrappers.Base."
-      )
-      return indexed_slices.to_dense(grads)
-  return grads
+  found = gradients.find_rows(grads)
+  if not found:
+    return grads
+  kept = gradients.tables(tx, grads)
+  names = lambda paths: ", ".join(map(trees.path_string, paths))
+  takes = lambda w: w.takes_indexed_slices or not stack.overrides(w, hook)
+  if refusing := [w.name for w in wrappers if not takes(w)]:
+    kept = []
+    checks.warn(
+      f"wrapper {refusing[0]!r}: {hook} takes no IndexedSlices: the gradients "
+      f"of {names(found)} become whole arrays, and the step updates whole "
+      "tables. See takes_indexed_slices of flaxshard.wrappers.Base."
+    )
+  elif others := [path for path in found if path not in kept]:
+    checks.warn(
+      f"grads: {names(others)} has an IndexedSlices, and the optimizer does "
+      "not update its rows: it becomes a whole array. Name the parameter in "
+      "sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
+    )
+  return indexed_slices.to_dense(grads, keep=kept)
