@@ -187,7 +187,7 @@ def _on_mesh(
   mesh: jax.sharding.Mesh, x: Any, *, compare: bool = True
 ) -> jax.Array:
   """Returns an array that is on the mesh; puts any other one there whole."""
-  sharding = x.sharding if isinstance(x, jax.Array) else None
+  sharding = getattr(x, "sharding", None)  # a traced array has none
   if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh:
     return x
   return mesh_lib.put(x, _whole(mesh), compare=compare)
