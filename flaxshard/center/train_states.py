@@ -341,11 +341,9 @@ def _place(value: Any, like: Any) -> jax.Array:
   """Returns a new array, with the dtype and the devices of another one."""
   # Of an array that may move, the new one may as well: steps compile once.
   sharding = like.sharding if like.committed else None
-  value = trees.key_data(value)
   if trees.is_prng_key(like):
-    impl = jax.random.key_impl(like)
-    key = jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
-    return jax.device_put(key, sharding)
+    data = jnp.asarray(trees.key_data(value))
+    return jax.device_put(trees.with_key_data(like, data), sharding)
   # A copy: the state may be donated, and nobody else may have its memory.
   host = np.asarray(value, like.dtype)
   return jax.device_put(host, sharding, may_alias=False)

@@ -146,10 +146,7 @@ def _update(layout: Layout, center: Arrays, grads: Arrays) -> Arrays:
 def _leaf(value: Any, like: Any) -> Any:
   """Returns an array that is given, else zeros; PRNG keys from their data."""
   zeros = jnp.zeros(like.shape, like.dtype)
-  if value is not None and trees.is_prng_key(like):
-    impl = jax.random.key_impl(zeros)
-    return jax.random.wrap_key_data(value, impl=impl)
-  return zeros if value is None else value
+  return zeros if value is None else trees.with_key_data(zeros, value)
 
 
 def _on_cpu() -> Any:

@@ -172,8 +172,6 @@ class Worker:
     # The batches of a local step, which an `Accumulate` has.
     self._batches, begun = train_states.batches_per_step(state)
     self.clock = self._last_step * self._batches + begun
-    # The clock at which there may be something to do.
-    self._next_look = 0
     # By fragment: the local step of the last commit.
     self._sent = own.sent.tolist()
     # By fragment: the examples since the last commit; none before the first
@@ -227,17 +225,16 @@ class Worker:
       before = [self.clock - 1 - sent * self._batches for sent in self._sent]
       self._examples = [examples * batches for batches in before]
     self._examples = [x + examples for x in self._examples]
-    if self.clock < self._next_look:
-      return state
-    state = self._exchange(state, self._options.delay)
-    ends = [x.key.step + self._options.delay for x in self._exchanges.values()]
-    dues = [
-      agn_store.last_due(self._agn, fragment, self._last_step)
-      + self._agn.communication_period
+    # At most: a step may have been skipped, or its gradients accumulated. To
+    # ask the device at each step would make it wait.
+    self._last_step += 1
+    delay = self._options.delay
+    if any(
+      agn_store.last_due(self._agn, fragment, step) == step
       for fragment in range(self._options.fragments)
-    ]
-    steps = min(x for x in [*ends, *dues] if x > self._last_step)
-    self._next_look = self.clock + steps - self._last_step
+      for step in (self._last_step, self._last_step - delay)
+    ):
+      state = self._exchange(state, delay)
     return state
 
   def settle(self, state: Any) -> Any:

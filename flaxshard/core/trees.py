@@ -73,6 +73,13 @@ def key_data(x: Any) -> Any:
   return jax.random.key_data(x) if is_prng_key(x) else x
 
 
+def with_key_data(x: Any, data: Any) -> Any:
+  """Returns what `key_data(x)` has become, as PRNG keys if these are some."""
+  if not is_prng_key(x):
+    return data
+  return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
 def dtype_of(leaf: Any) -> Any:
   """Returns the dtype of an array, or the dtype of a Python number in JAX."""
   # `jnp.result_type` of a float64 array of NumPy would be float32.

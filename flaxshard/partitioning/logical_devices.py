@@ -189,7 +189,7 @@ def _sum_results(results: jax.Array) -> jax.Array:
   """Sums the results of the logical devices, all but one of which are zeros."""
   if trees.is_prng_key(results):
     data = _sum_results(jax.random.key_data(results))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(results))
+    return trees.with_key_data(results, data)
   if results.dtype == jnp.bool_:
     return _sum_results(results.astype(jnp.int8)).astype(jnp.bool_)
   # Without the dtype, small integers would be summed as int32.

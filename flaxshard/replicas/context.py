@@ -392,7 +392,7 @@ def bits_of_first(x: jax.Array, groups: rows.Groups = None) -> jax.Array:
   # `psum` takes neither keys nor booleans.
   if trees.is_prng_key(x):
     data = bits_of_first(jax.random.key_data(x), groups)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return trees.with_key_data(x, data)
   if jnp.iscomplexobj(x):
     return jax.lax.complex(
       bits_of_first(x.real, groups), bits_of_first(x.imag, groups)
