@@ -159,7 +159,7 @@ def test_nonfinite_gradient_of_one_replica_skips_the_step_of_all(
   # On every device.
   for i in range(4):
     held = jax.tree.map(
-      lambda x, i=i: x.addressable_data(i),
+      lambda x, i=i: x.addressable_shards[i].data,
       (new.step, new.params, new.opt_state),
     )
     assert_trees_equal(held, (state.step, state.params, state.opt_state))
