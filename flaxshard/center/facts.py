@@ -18,7 +18,9 @@ from flaxshard.center.train_states import Layout
 from flaxshard.core import checks
 from flaxshard.core import extra_arguments
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.state import fields as fields_lib
 from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import stack
 
 _KEY = "run"
 
@@ -61,11 +63,8 @@ def agree(
 
 def _describe(layout: Layout, state: TrainState) -> dict[str, Any]:
   """Returns what a train state says of its run, as values for JSON."""
-  agn, own = train_states.find(state)
-  arrays = train_states.leaves(
-    {"params": state.params}
-    | {name: getattr(state, name) for name in own.collections}
-  )
+  agn, _ = train_states.find(state)
+  arrays = train_states.leaves(fields_lib.variables(state))
   fields = ("communication_period", "commit", "commit_delta")
   # The other options may change, as the number of workers may.
   options = ("fragments", "delay", "blend", "commit_dtype")
@@ -79,7 +78,7 @@ def _describe(layout: Layout, state: TrainState) -> dict[str, Any]:
     "parameters that do not change": {
       path: zlib.crc32(np.asarray(x).tobytes())
       for path, x in arrays.items()
-      if path.startswith("params") and path not in layout.sums
+      if path.startswith(("params", stack.FROZEN)) and path not in layout.sums
     },
     # Another one may make another program of the same update.
     "version of JAX": jax.__version__,

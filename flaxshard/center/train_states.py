@@ -27,7 +27,6 @@ from flaxshard.center.heads import Arrays
 from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
-from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import agn_store
 from flaxshard.wrappers.accumulate import Accumulate
@@ -162,9 +161,7 @@ class Layout:
     self.fragments[-1] |= {
       path: x
       for path, x in leaves(own.collections).items()
-      # The parameters that LoRA freezes are the same everywhere.
-      if path.split("/")[0] != lora.FROZEN
-      and jnp.issubdtype(x.dtype, jnp.floating)
+      if jnp.issubdtype(x.dtype, jnp.floating)
     }
     self.root, slots = "opt_state", self.shapes.opt_state
     if self.agn.outer_tx is not None:

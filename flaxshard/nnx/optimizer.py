@@ -363,7 +363,8 @@ class Optimizer(nnx.Optimizer[M]):
       flat |= leaves
     fields = traverse_util.unflatten_dict(flat)
     if self.wrappers:
-      collections = {k: v for k, v in fields.items() if k != "params"}
+      untrained = ("params", stack.FROZEN)
+      collections = {k: v for k, v in fields.items() if k not in untrained}
       fields["wrapper_states"] = _with_collections(
         _with_string_keys(self.wrapper_states), collections
       )

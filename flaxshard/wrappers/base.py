@@ -62,8 +62,9 @@ class Base:
 
   A state that is a NamedTuple with a field `collections` keeps the other
   collections of the train state, such as `batch_stats`, for each replica: it is
-  given them after `init`, and inside `Strategy.run` they take the place of
-  those of the train state.
+  given them after `init`, but for `frozen`, the parameters that are not
+  trained. Inside `Strategy.run` they take the place of those of the train
+  state.
 
   Attributes:
     reduces: Class attribute, who reduces the gradients over the replicas.

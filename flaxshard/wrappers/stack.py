@@ -26,6 +26,8 @@ from flaxshard.wrappers.ema import EMA
 from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
+# The collection of the parameters that are not trained, such as those of LoRA.
+FROZEN = "frozen"
 Wrappers = tuple[base.Base, ...]
 States = Mapping[str, PyTree]
 
@@ -168,13 +170,15 @@ def init(
   for w in wrappers:
     state = w.init(params, tx)
     if keeps_collections(state):
-      for name, tree in collections.items():
+      # What is not trained is the same on all replicas.
+      kept = {name: x for name, x in collections.items() if name != FROZEN}
+      for name, tree in kept.items():
         if values.paths_of_per_replica(tree):
           raise TypeError(
             f"wrapper {w.name!r} keeps every collection per replica: "
             f"{name!r} must not be a PerReplica, but the value of one replica."
           )
-      state = state._replace(collections=dict(collections))
+      state = state._replace(collections=kept)
     states[w.name] = state
   return map_per_replica(
     lambda _, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),

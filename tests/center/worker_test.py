@@ -180,6 +180,8 @@ DIFFERENT = [
     r"arrays.params/w is 'float16\[7\]' here, and 'float32\[6\]'",
   ),
   ({}, {"params": {"b": PARAMS["b"]}}, FACTS, "params/w is .*missing.* here"),
+  # What LoRA does not train.
+  ({}, {"frozen": np.zeros(2, "f")}, FACTS, "do not change.frozen is .* here"),
   ({}, {}, {"config": {"seed": 2, "name": "a"}}, "config.seed is 2 here"),
   ({}, {}, {}, "config.* is .*missing.* here"),
 ]
@@ -187,10 +189,11 @@ DIFFERENT = [
 
 def test_who_differs_is_refused_and_the_others_go_on(directory):
   first = {"outer_tx": optax.adam(0.1)}
+  start = {"tx": TX, "frozen": np.ones(2, "f")}
   with fs.Worker(directory, 0, 1) as worker:
-    state = worker.start(create(agn(**first), tx=TX), FACTS)
+    state = worker.start(create(agn(**first), **start), FACTS)
     for kwargs, fields, facts, message in DIFFERENT:
-      other = create(agn(**{**first, **kwargs}), **{"tx": TX, **fields})
+      other = create(agn(**{**first, **kwargs}), **{**start, **fields})
       with pytest.raises(ValueError, match=message):
         fs.Worker(directory, 1, 2).start(other, facts)
     worker.finish(train(worker, state, [1, 1]))
