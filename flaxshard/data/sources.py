@@ -102,7 +102,9 @@ class Arrays:
     **arrays: np.ndarray,
   ):
     named = {"inputs": inputs, "labels": labels, **arrays}
-    self.arrays = {k: x for k, x in named.items() if x is not None}
+    self.arrays = {
+      name: _read_only(x) for name, x in named.items() if x is not None
+    }
     # An array may have the name "arrays".
     vars(self).update(self.arrays, arrays=self.arrays)
     lengths = {name: len(x) for name, x in self.arrays.items()}
@@ -119,6 +121,14 @@ class Arrays:
   def __getitem__(self, index: SupportsIndex) -> Example:
     """Returns example `index`."""
     return {name: x[index] for name, x in self.arrays.items()}
+
+
+def _read_only(x: Any) -> Any:
+  """Returns a view, so that no `augment` changes the data for later epochs."""
+  if isinstance(x, np.ndarray):
+    x = x.view()
+    x.flags.writeable = False
+  return x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -86,6 +86,12 @@ def two_numbers(example, rng):
   return {**example, "inputs": np.ones(2, np.float32)}
 
 
+def add_in_place(example, rng):
+  example["inputs"] += 1
+  return example
+
+
+ARRAYS = data.Arrays(np.zeros((3, 2), np.float32))
 TOKENS = np.arange(9)
 BYTES = TOKENS.astype(np.uint8)
 MASKED = np.ma.masked_array([1, 2], [0, 1])
@@ -122,6 +128,7 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: load(examples(3, mask=1)), ValueError, r"train\[0\].*'mask'"),
     (lambda: load(examples(3, x="a")), ValueError, r"train\[0\].*x.*<U1"),
     (lambda: load(examples(3, np.float64)), ValueError, "float32.*float64"),
+    (lambda: load(ARRAYS, augment=add_in_place), ValueError, "read-only"),
     # The augmented example is what has to match.
     (lambda: load(augment=two_numbers), ValueError, r"\(\).*\(2,\)"),
     # Training batches.
