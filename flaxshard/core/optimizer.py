@@ -175,7 +175,8 @@ def _build(where: str, config: Mapping[str, Any], **given: Any) -> Any:
   is_built_in = config.get("name") in OPTIMIZERS
   for name, value in config.items() if is_built_in else ():
     # optax uses None and booleans as flags, not as numbers.
-    if name != "name" and value is not None and not isinstance(value, bool):
+    is_number = name != "name" and "dtype" not in name
+    if is_number and value is not None and not isinstance(value, bool):
       # FTRL's power of the learning rate is negative, and checked by `ftrl`.
       minimum = -math.inf if name == "learning_rate_power" else 0
       checks.number(f"{where}.{name}", value, minimum=minimum)

@@ -153,7 +153,7 @@ def load(
   if step == "best":
     step = _best_step(config, workdir)
   elif step is not None:
-    step = checks.integer("step", step, minimum=0)
+    step = checks.integer("step, if not 'best',", step, minimum=0)
   restore = lambda: steps.read(
     workdir,
     step,

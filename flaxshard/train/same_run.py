@@ -28,6 +28,7 @@ from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import registry
+from flaxshard.core import trees
 from flaxshard.core.version import VERSION
 from flaxshard.data import sources
 from flaxshard.state.train_state import TrainState
@@ -99,8 +100,19 @@ def read_json(workdir: str, name: str) -> dict[str, Any] | None:
 
 
 def config_to_json(config: Any) -> dict[str, Any]:
-  """Returns a config as in its `config.json`, which has lists for tuples."""
-  return dict(json.loads(config.to_json()))
+  """Returns a config as in its `config.json`, which has lists for tuples.
+
+  Raises:
+    TypeError: A value is none of JSON: the run could not be loaded again.
+  """
+  values = config.to_dict()
+  for path, value in trees.leaves_by_path(values).items():
+    if not isinstance(value, bool | int | float | str):
+      raise checks.ArgumentTypeError(
+        f"config.{'.'.join(path)} must be a value of JSON, got {value!r}: a "
+        "dtype, a class or a function is given by its name, such as 'bfloat16'."
+      )
+  return dict(json.loads(json.dumps(values)))
 
 
 def array_to_json(x: Any) -> dict[str, Any]:

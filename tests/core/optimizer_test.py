@@ -86,6 +86,7 @@ OPTAX = ("adadelta", "adafactor", "adagrad", "adam", "adamw", "lamb", "lion")
   [
     *((name, {}) for name in (*OPTAX, "rmsprop", "sgd")),
     ("sgd", {"momentum": 0.9, "nesterov": True}),
+    ("adamw", {"mu_dtype": "bfloat16"}),
   ],
 )
 def test_optimizers_of_optax(name, arguments):

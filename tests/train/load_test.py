@@ -132,7 +132,7 @@ def test_the_step_can_be_chosen(run):
   assert fs.load(workdir, "best").step == min((4, 8), key=losses.get)
   with pytest.raises(ValueError, match=r"step 5 .*\[4, 8\]"):
     fs.load(workdir, 5)
-  with pytest.raises(ValueError, match="step must be an integer"):
+  with pytest.raises(ValueError, match="step, if not 'best', must be"):
     fs.load(workdir, "bets")
 
 

@@ -14,6 +14,7 @@ from flaxshard import train
 from flaxshard.train import command_line
 from flaxshard.train import devices
 from flaxshard.train import hooks
+from flaxshard.train import same_run
 
 _THIS = __name__
 STORE = (("agn", {"communication_period": 2, "transport": "store"}),)
@@ -197,7 +198,12 @@ def share(**fields):
   return devices.config_of_worker(check(wrappers=STORE, **fields), 4)
 
 
+def config_json(**fields):
+  return same_run.config_to_json(check(**fields))
+
+
 MISSPELT = {"name": f"{_THIS}:Hook", "nam": 1}
+CLASS = {"name": "cnn", "dtype": np.float16}
 
 
 def create_hooks(*named, argument=()):
@@ -209,6 +215,7 @@ def create_hooks(*named, argument=()):
   [
     (lambda: fs.config.check([("a", 3)]), "config ConfigDict"),
     (lambda: fs.config.check("digits"), "config 'digits' config.read"),
+    (lambda: config_json(model=CLASS), "config.model.dtype numpy.float16 name"),
     (lambda: fs.load("nowhere"), "workdir='/ nowhere' config.json"),
     # Workers.
     (lambda: find_rank((), 1), "worker_id=1 transport='store'"),
