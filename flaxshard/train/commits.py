@@ -202,7 +202,9 @@ def synchronize(workdir: str) -> None:
           "--synchronize needs a run from a config: the workers of this one "
           "have a loop of their own, and merge themselves."
         )
-      setup = load.plan(config_lib.check(facts["config"]), facts["example"])
+      # One device, whatever the workers have.
+      config = {**facts["config"], "mesh": {"replica": 1}}
+      setup = load.plan(config_lib.check(config), facts["example"])
       merge.synchronize(objects, setup.abstract_state, lambda: bool(signums))
     if signums:
       raise SystemExit(128 + signums[0])

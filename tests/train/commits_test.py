@@ -21,6 +21,7 @@ from flaxshard import train
 from flaxshard.center import heads
 from flaxshard.center.encoding import unpack
 from flaxshard.center.store import Objects
+from flaxshard.train import commits
 
 pytestmark = pytest.mark.slow
 
@@ -29,12 +30,18 @@ LATE = {"worker_id": 1, "num_workers": 2, "deadline": 1.0}
 
 
 def run(
-  workdir, worker_id=0, num_workers=1, deadline=60.0, commit="mean", **fields
+  workdir,
+  worker_id=0,
+  num_workers=1,
+  deadline=60.0,
+  commit="mean",
+  around=(),
+  **fields,
 ):
   transport = {"deadline": deadline, "grace": 0.2}
   agn = {"communication_period": 3, "commit": commit, "transport": transport}
   values = {
-    "wrappers": (("agn", agn),),
+    "wrappers": (*around, ("agn", agn)),
     "mesh": {"replica": num_workers},
     "optimizer": {"name": "adam"},
     "precision": "float32",
@@ -193,6 +200,15 @@ def test_early_stopping_ends_the_run(tmp_path):
   )
   assert head(tmp_path).finished
   assert tiny.rows(tmp_path)[-1]["step"] == 6
+
+
+def test_a_synchronizer_needs_no_devices_of_workers(tmp_path, monkeypatch):
+  mesh = {"replica": 2, "per_replica": True}
+  run(tmp_path, around=(("cross_shard", {}),), mesh=mesh)
+  monkeypatch.setattr(signal, "signal", lambda *handler: None)
+  commits.synchronize(str(tmp_path))
+  keys = Objects(f"{tmp_path}/center").keys("worker/")
+  assert keys == ["worker/0", "worker/synchronizer"]
 
 
 # With dropout: the random streams of workers are those of replicas.
