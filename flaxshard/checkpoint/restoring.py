@@ -213,7 +213,14 @@ class _Plan:
     self._new: dict[Path, tuple[base.Base, str | None]] = {}
     for wrapper in state.wrappers:
       self._plan_wrapper(wrapper)
+    # First: the copies of another model's parameters differ as well.
     self._check_others()
+    for wrapper, difference in self._new.values():
+      if difference and not stack.overrides(wrapper, "restart"):
+        raise ValueError(
+          f"{where} has another state of wrapper {wrapper.name!r}, which does "
+          f"not define `restart` to go on from it: {difference}."
+        )
 
   def _note(self, note: str) -> None:
     _log.info("%s: %s", self._where, note)
@@ -233,11 +240,6 @@ class _Plan:
         self._note(f"its field {field!r} becomes the state of wrapper {name!r}")
       if not fields:
         self._note(f"it has no state of wrapper {name!r}: that starts fresh")
-    elif not stack.overrides(wrapper, "restart"):
-      raise ValueError(
-        f"{self._where} has another state of wrapper {name!r}, which does not "
-        f"define `restart` to go on from it: {difference}."
-      )
     else:
       for path in wanted:
         self._sources.pop((*at, *path), None)

@@ -175,11 +175,12 @@ def test_states_by_name(tmp_path):
   with ocp.CheckpointManager(tmp_path) as manager:
     found = manager.restore(7, args=ocp.args.StandardRestore(plain))
   assert_trees_equal(jax.tree.map(np.asarray, found), plain)
-  # Other states.
+  # Other states. Of another model the average differs, too.
+  larger = states.weights(size=4, wrappers=[fs.EMA(0.5)])
   for wanted, error, words in (
     (states.weights(), ValueError, "'discriminator', 'generator'.* one state"),
     ({"critic": states.weights()}, ValueError, "'generator'.*'critic'"),
-    ({"generator": states.weights(size=4)}, ValueError, r"params/w: .*\(4,\)"),
+    ({"generator": larger}, ValueError, r"model .*: params/w: .*\(4,\)"),
     ({"generator": {"w": jnp.ones(2)}}, TypeError, "TrainState"),
     ({}, TypeError, "TrainState"),
   ):
