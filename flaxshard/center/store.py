@@ -153,10 +153,15 @@ class Objects:
     [found] = self._run("read", self._kv.list, [keys])
     return sorted(key.decode() for key in found)
 
-  def check(self, seconds: float) -> None:
-    """Raises a StoreError if requests have failed for so many seconds."""
+  def check(self, seconds: float, begin: float) -> None:
+    """Raises a StoreError if requests have failed for so many seconds.
+
+    Args:
+      seconds: How long they may fail.
+      begin: By `time.monotonic`; failures before do not count.
+    """
     for verb, since in list(self._failing.items()):
-      if time.monotonic() - since > seconds:
+      if time.monotonic() - max(since, begin) > seconds:
         raise StoreError(f"{self.url} cannot be {verb} for {seconds:g} seconds")
 
   def _read(self, keys: Sequence[str]) -> list[tuple[bytes | None, bytes]]:

@@ -272,6 +272,7 @@ class Worker:
       StoreError: The store cannot be reached for `deadline` seconds.
     """
     self._check_running("finish")
+    begin = time.monotonic()
     for exchange in self._exchanges.values():
       exchange.is_late = False
     state = self._exchange(state, delay=0)
@@ -286,13 +287,13 @@ class Worker:
     for exchange in self._exchanges.values():
       # The end would come without it.
       while not exchange.written.wait(_ASK_SECONDS) and not self._ask():
-        self._objects.check(self._options.deadline)
+        self._objects.check(self._options.deadline, begin)
     self._members.announce("done")
-    notice = time.monotonic() + _NOTICE_SECONDS
+    notice = begin + _NOTICE_SECONDS
     # After a signal the others are not waited for: another start of this worker
     # takes the final center, and saves it.
     while not self._ask() or self._members.have_ended:
-      self._objects.check(self._options.deadline)
+      self._objects.check(self._options.deadline, begin)
       with contextlib.suppress(store.StoreError):  # the store has warned
         found = heads.read(self._objects)
         if found.finished:

@@ -127,7 +127,7 @@ def test_should_stop_ends_every_wait(caplog, monkeypatch):
   monkeypatch.setattr(worker_lib, "_NOTICE_SECONDS", 0.0)
   stops = threading.Event()
   with worker(0, 2, 0.2, stops.is_set) as first:
-    state = first.start(create(agn(grace=30, deadline=60)))
+    state = first.start(create(agn(grace=300, deadline=600)))
     notice, begins = warnings_of(caplog)
     assert "waiting for it" in notice and "the run begins without it" in begins
     threading.Timer(0.2, stops.set).start()
@@ -135,7 +135,7 @@ def test_should_stop_ends_every_wait(caplog, monkeypatch):
     first.finish(first.settle(train(first, state, [1, 1])))
   with pytest.raises(InterruptedError, match="should_stop"):
     worker(0, 2, should_stop=stops.is_set).start(create())
-  assert time.monotonic() - start < 10
+  assert time.monotonic() - start < 100
 
 
 def test_a_worker_tells_for_whom_it_waits_at_the_end(caplog, monkeypatch):
@@ -334,7 +334,7 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
     state = other.finish(train(other, group.states[1], [2, 2]))
     assert other.is_finished
   assert float(state.params["b"]) == 8 - 2 - 2
-  assert time.monotonic() - start < 10
+  assert time.monotonic() - start < 100
   # Whoever comes late finds the final center, which no step changes.
   with fs.Worker(directory, 0, 2) as late:
     state = late.start(new)
@@ -392,20 +392,25 @@ def cable(monkeypatch):
   return plugged
 
 
+def settled(worker, state, center):
+  """Returns the state once its center has a value, which may come late."""
+  while float(state.params["b"]) != center:
+    state = worker.settle(state)
+    time.sleep(0.05)
+  return state
+
+
 def test_training_goes_on_without_the_store(directory, cable, caplog):
   with fs.Worker(directory, 0, 1) as worker:
-    state = worker.start(create(agn(deadline=0.8)))
-    state = train(worker, state, [1, 1])
+    state = worker.start(create(agn(deadline=2.0)))
+    state = settled(worker, train(worker, state, [1, 1]), 8 - 1)
     cable.clear()
     state = train(worker, state, [2, 4, 5, 6, 7, 8])
     # The second commit is under way, the third one grows.
     assert float(state.params["b"]) == 8 - 1
     assert float(state.wrapper_states["agn"].grad_accum["b"]) == 5 + 6 + 7 + 8
     cable.set()
-    while float(state.params["b"]) == 8 - 1:
-      state = worker.settle(state)
-      time.sleep(0.05)
-    assert float(state.params["b"]) == 8 - 1 - 3
+    state = settled(worker, state, 8 - 1 - 3)
     # Nothing is lost if it comes back at the end.
     cable.clear()
     state = train(worker, state, [9, 1])
@@ -421,11 +426,14 @@ def test_training_goes_on_without_the_store(directory, cable, caplog):
   assert len(found) < 12
 
 
-def test_at_the_end_it_is_an_error(directory, cable):
+# With a commit that is due, and without.
+@pytest.mark.parametrize("xs", [[1], []])
+def test_at_the_end_it_is_an_error(directory, cable, xs):
   with fs.Worker(directory, 0, 1) as worker:
     state = train(worker, worker.start(create(agn(deadline=0.4))), [1, 1, 1])
     cable.clear()
-    state = train(worker, state, [1])
+    time.sleep(0.6)
+    state = train(worker, state, xs)
     start = time.monotonic()
     with pytest.raises(store.StoreError, match=r"cannot be (read|written)"):
       worker.finish(state)
