@@ -79,9 +79,11 @@ class CompiledForms:
       mesh_lib.check_can_run("run", mesh)
       jitted, values, moved = self._prepare(args, kwargs)
       last = _LastCall(jitted, shardings, moved)
+    if last.moved:
+      args, kwargs = jax.tree.unflatten(treedef, values)
     # A jax.shard_map that leaves axes to XLA must be compiled.
     with jax.disable_jit(False):
-      out = last.jitted(*values)
+      out = last.jitted(*args, **kwargs)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
     return jax.block_until_ready(out) if waits(mesh) else out
@@ -89,7 +91,9 @@ class CompiledForms:
   def trace(self, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
     jitted, placed, _ = self._prepare(args, kwargs)
-    return jitted.trace(*placed)
+    treedef = jax.tree.structure((args, kwargs))
+    args, kwargs = jax.tree.unflatten(treedef, placed)
+    return jitted.trace(*args, **kwargs)
 
   def _prepare(
     self, args: Any, kwargs: Any
@@ -124,15 +128,9 @@ class CompiledForms:
     key = treedef, tuple([leaf.sharding for leaf in leaves])
     if key not in self._compiled:
       run = functools.partial(
-        program.run, self.get_function, self.options, treedef, leaves
+        program.run, self.get_function, self.options, leaves
       )
-      # JAX sees the leaves as arguments, not the trees.
-      donated = [
-        i
-        for i, leaf in enumerate(leaves)
-        if leaf.path[0].idx == 0 and leaf.path[1].idx in donate_argnums
-      ]
-      self._compiled[key] = jax.jit(run, donate_argnums=donated)
+      self._compiled[key] = jax.jit(run, donate_argnums=donate_argnums)
     return self._compiled[key], placed, moved
 
 

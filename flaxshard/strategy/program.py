@@ -53,25 +53,28 @@ class Options(NamedTuple):
 def run(
   get_function: Callable[[], Function | None],
   options: Options,
-  treedef: Any,
   leaves: Sequence[arguments.Leaf],
-  *arrays: jax.Array,
+  /,
+  *args: PyTree,
+  **kwargs: PyTree,
 ) -> PyTree:
   """Returns what a function returns, on all replicas; it is jitted.
 
   Args:
     get_function: Returns the function, when the program is traced.
     options: How it is compiled.
-    treedef: The structure of `(args, kwargs)`.
     leaves: What the leaves of the arguments are.
-    *arrays: The leaves.
+    *args: The positional arguments, on the mesh.
+    **kwargs: The keyword arguments, on the mesh.
   """
+  arrays, treedef = jax.tree.flatten((args, kwargs))
   mesh, replicas = options.mesh, options.mesh.shape[mesh_lib.REPLICA]
-  given = treedef.unflatten(
+  given = jax.tree.unflatten(
+    treedef,
     [
       jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding)
       for x, leaf in zip(arrays, leaves, strict=True)
-    ]
+    ],
   )
   nodes = jax.tree.leaves(given, is_leaf=arguments.is_state)
   states = [x for x in nodes if arguments.is_state(x)]
@@ -94,7 +97,9 @@ def run(
       for x, leaf in zip(arrays, leaves, strict=True)
     ]
     args, kwargs = jax.tree.map(
-      arguments.to_local, treedef.unflatten(rows), is_leaf=arguments.is_node
+      arguments.to_local,
+      jax.tree.unflatten(treedef, rows),
+      is_leaf=arguments.is_node,
     )
     fn = get_function()
     assert fn is not None

@@ -13,6 +13,7 @@ from regression import batch
 from regression import create
 from regression import sharded
 from regression import train_step
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -116,7 +117,8 @@ def test_lower_accepts_shapes_and_aliases_a_donated_state():
   step = EIGHT.jit(train_step, donate_argnums=0)
   lowered = step.lower(state, sharded(EIGHT, 0))
   size = sum(x.nbytes for x in jax.tree.leaves(state))
-  memory = lowered.compile().memory_analysis()
+  compiled = lowered.compile()
+  memory = compiled.memory_analysis()
   assert memory.alias_size_in_bytes == size
   assert memory.argument_size_in_bytes == size + (8 + 1) * 2 * 4
 
@@ -128,3 +130,6 @@ def test_lower_accepts_shapes_and_aliases_a_donated_state():
   assert step.lower(*shapes).as_text() == lowered.as_text()
   with pytest.raises(TypeError, match="ShapeDtypeStruct"):
     step(*shapes)
+  # As of jax.jit, it takes the arguments of the step.
+  wanted = step(create(EIGHT), sharded(EIGHT, 0))
+  assert_trees_equal(compiled(state, sharded(EIGHT, 0)), wanted)
