@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import v1 as ocp_v1
+from tree_equality import assert_trees_equal
 
 STEP = 1200
 TX = optax.adam(0.125)
@@ -71,6 +72,11 @@ def fields_of(state):
   """Returns the fields of a plain program by name."""
   names = ("step", "params", "opt_state", "batch_stats", "rngs", "counters")
   return {name: getattr(state, name) for name in names}
+
+
+def assert_same_fields(given, wanted):
+  """Compares what a plain program has, with the kinds of PRNG keys."""
+  assert_trees_equal(*map(fields_of, (given, wanted)))
 
 
 def read(path, item):
