@@ -11,6 +11,7 @@ import jax
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import opt_state
 from flaxshard.core import parameter_groups
 from flaxshard.core import registry
 from flaxshard.core import tf_optimizers
@@ -141,6 +142,11 @@ def create(
       config["num_train_steps"] // config["accumulate_steps"], 1
     ),
   )
+  if not callable(schedule):
+    raise checks.ArgumentTypeError(
+      "config.schedule must name a function that returns a schedule, a "
+      f"function of the number of updates; got {checks.describe(schedule)}."
+    )
   arguments = dict(config["optimizer"])
   # Not an argument of the optimizer.
   max_norm = arguments.pop("clip_by_global_norm", None)
@@ -153,6 +159,7 @@ def create(
       "config.schedule turns into a schedule."
     )
   tx = _build("config.optimizer", arguments, learning_rate=schedule)
+  opt_state.check_tx(tx, "config.optimizer")
   if max_norm is not None:
     # In front: the gradients are clipped, the weight decay is not.
     tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)

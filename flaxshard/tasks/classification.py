@@ -142,11 +142,12 @@ class LanguageModeling:
 
 def _compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
   """Returns the values of `Metrics` for each label, in float32."""
-  if logits.shape[:-1] != labels.shape or not logits.ndim:
+  shape = getattr(logits, "shape", None)
+  if not shape or shape[:-1] != labels.shape:
     raise ValueError(
       "the model must return logits with the shape of the labels and one more "
       "dimension, the classes or the vocabulary; got "
-      f"{logits.shape} for labels {labels.shape}."
+      f"{checks.describe(logits)} for labels {labels.shape}."
     )
   return {
     # In float32 with every precision policy.

@@ -186,6 +186,7 @@ def _run(
     _log.info("compiled the train step in %.1f s", seconds)
     step = first_step
     if not first_step:
+      # A task's own evaluation shows its metrics only when it is called.
       steps.check_metrics(setup, state)
     if commits is not None:
       try:

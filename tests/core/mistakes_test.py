@@ -21,6 +21,13 @@ def power(base, exponent=2):
     raise ValueError("exponent must not be 0.")
 
 
+def number(**arguments):
+  return 0.1
+
+
+NUMBER = f"{__name__}:number"
+
+
 def call(config):
   return registry.call("config.f", config, {"power": power}, base=5)
 
@@ -81,6 +88,8 @@ MISTAKES = [
   (lambda: call({"name": "power", "exponent": 0}), ValueError, "'power'): exp"),
   # Optimizers and schedules.
   (lambda: named("adamm"), ValueError, "optimizer 'adam'"),
+  (lambda: create(NUMBER), TypeError, "config.schedule 0.1"),
+  (lambda: create(name=NUMBER), TypeError, "config.optimizer 0.1"),
   (lambda: named("adam", b1="x"), TypeError, "optimizer.b1 'x'"),
   (lambda: named("adam", b1=-1), ValueError, "optimizer.b1 -1"),
   (lambda: named("ftrl", learning_rate_power=0.5), ValueError, "power 0.5"),

@@ -31,6 +31,14 @@ class WrongLogits(nn.Module):
     return nn.Dense(1)(x.reshape(x.shape[0], -1))[:, 0]
 
 
+class TwoOutputs(WrongLogits):
+  """A model that returns a pair."""
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1)), x
+
+
 def unlabelled() -> data.Splits:
   """Returns examples without labels."""
   examples = [{"inputs": np.zeros((8, 8, 1), np.float32)}]
@@ -139,6 +147,7 @@ def test_check_names_a_field_its_value_and_what_is_allowed(fields, facts):
     ({"model": {"name": "cnn", "depth": 3}}, "config.model 'depth'"),
     ({"model": {"name": "cnn", "dropout": 1.5}}, "config.model dropout 1.5"),
     ({"model": {"name": f"{_THIS}:WrongLogits"}}, "config.model (16,)"),
+    ({"model": {"name": f"{_THIS}:TwoOutputs"}}, "config.model [16,10] (16,)"),
     ({"data": {"name": f"{_THIS}:unlabelled"}}, "config.data 'labels'"),
     ({"batch_size": 5000}, "config.batch_size=5000 1437"),
     ({"freeze": ("^desne/",)}, "config.freeze[0]='^desne/' 'dense'"),
