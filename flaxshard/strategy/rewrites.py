@@ -70,9 +70,11 @@ def _rewriter(fn: Callable[[Any, Rewrite], Any]) -> Rewrite:
 
   @functools.cache
   def rewrite_program(program: Any) -> Any:
-    if isinstance(program, core.Jaxpr):
-      return fn(program, rewrite)
-    return program.replace(jaxpr=fn(program.jaxpr, rewrite))
+    new = fn(jaxprs.open_program(program), rewrite)
+    # In JAX 0.12 every program has constants, and loses them with new inputs.
+    if hasattr(program, "consts"):
+      new = core.ClosedJaxpr(new, program.consts)
+    return new
 
   def rewrite(value: Any) -> Any:
     if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):

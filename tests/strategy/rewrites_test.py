@@ -117,10 +117,12 @@ def test_run_on_tpu_sums_bfloat16_gradients_alone_in_bfloat16(dtype):
 
 def test_only_the_constraints_of_the_program_are_lowered():
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+  threes = jnp.full(4, 3.0)
+  triple = jax.jit(lambda x: x * threes)  # a program with a constant
 
   def step(x):
     x = jax.lax.with_sharding_constraint(x + 1, jax.P(None, "model"))
-    y = strategy.split_to_logical_devices(jax.nn.relu(x) * 3, [1, 2])
+    y = strategy.split_to_logical_devices(triple(jax.nn.relu(x)), [1, 2])
     return jax.lax.cond(y[0, 0] > 0, lambda v: v * 2, lambda v: v + 1, y)
 
   batch = strategy.shard_batch(np.ones((8, 4), np.float32))
@@ -132,3 +134,4 @@ def test_only_the_constraints_of_the_program_are_lowered():
   ]
   assert len(values) == 2
   assert all('[{}, {"model"}]' in line for line in values)
+  assert (np.asarray(strategy.run(step, args=(batch,))) == 12).all()
