@@ -51,9 +51,10 @@ def absolute(path: Path) -> str:
   if is_bucket(name):
     _prepare_buckets(name)
     return f"gs://{os.path.normpath(name.removeprefix('gs://'))}"
-  if "://" in name:
+  # `pathlib` makes gs:/bucket of gs://bucket: a folder here of that name.
+  if name.partition("/")[0].endswith(":"):
     raise ValueError(
-      f"{name!r} must be a path of a file system, or gs://bucket/name."
+      f"{name!r} must be a path of a file system, or a str gs://bucket/name."
     )
   return os.path.abspath(os.path.expanduser(name))
 

@@ -1,5 +1,7 @@
 """Mistakes in arguments of all kinds: the message names what is allowed."""
 
+from pathlib import Path
+
 import numpy as np
 import optax
 import pytest
@@ -117,6 +119,11 @@ MISTAKES = [
   # Files that cannot be reached.
   (lambda: fs.Checkpointer(URL), ValueError, URL),
   (lambda: fs.Checkpointer("s3://bucket/run"), ValueError, "s3://bucket/run"),
+  (
+    lambda: fs.Checkpointer(Path("gs://b/run")),
+    ValueError,
+    "'gs:/b/run' gs://",
+  ),
   (lambda: fs.checkpoint.restore(URL, init(SGD)), ValueError, URL),
   (lambda: fs.checkpoint.init_from(PARAMS, URL), ValueError, URL),
   (lambda: train.train_and_evaluate(tiny.config(), URL), ValueError, URL),
