@@ -202,7 +202,8 @@ class Worker:
     Args:
       state: The state after a local step. Do not use it again.
       examples: Number of examples, or tokens, of the step. Their sums, with
-        those of skipped steps, are the weights of commits in a mean.
+        those of skipped steps, are the weights of commits in a mean. Steps of
+        the period that a checkpoint has count as many as the first after it.
 
     Returns:
       The state to go on with.
@@ -221,7 +222,7 @@ class Worker:
       # This step is not taken: the state is the one that others have saved.
       return self._layout.restart(state, self._last_step)
     if not self._examples:
-      # A checkpoint does not say those of its steps: as many as of this one.
+      # A checkpoint does not say those of its steps.
       before = [self.clock - 1 - sent * self._batches for sent in self._sent]
       self._examples = [examples * batches for batches in before]
     self._examples = [x + examples for x in self._examples]
