@@ -30,18 +30,12 @@ LATE = {"worker_id": 1, "num_workers": 2, "deadline": 1.0}
 
 
 def run(
-  workdir,
-  worker_id=0,
-  num_workers=1,
-  deadline=60.0,
-  commit="mean",
-  around=(),
-  **fields,
+  workdir, worker_id=0, num_workers=1, deadline=60.0, commit="mean", **fields
 ):
   transport = {"deadline": deadline, "grace": 0.2}
   agn = {"communication_period": 3, "commit": commit, "transport": transport}
   values = {
-    "wrappers": (*around, ("agn", agn)),
+    "wrappers": (("agn", agn),),
     "mesh": {"replica": num_workers},
     "optimizer": {"name": "adam"},
     "precision": "float32",
@@ -203,8 +197,8 @@ def test_early_stopping_ends_the_run(tmp_path):
 
 
 def test_a_synchronizer_needs_no_devices_of_workers(tmp_path, monkeypatch):
-  mesh = {"replica": 2, "per_replica": True}
-  run(tmp_path, around=(("cross_shard", {}),), mesh=mesh)
+  wrappers = (("cross_shard", {}), ("agn", {"transport": "store"}))
+  run(tmp_path, wrappers=wrappers, mesh={"replica": 2, "per_replica": True})
   monkeypatch.setattr(signal, "signal", lambda *handler: None)
   commits.synchronize(str(tmp_path))
   keys = Objects(f"{tmp_path}/center").keys("worker/")
