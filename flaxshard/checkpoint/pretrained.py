@@ -104,7 +104,8 @@ def init_from(
   the path `encoder/0/weight`.
 
   Args:
-    state: A new `TrainState`, or a tree of parameters.
+    state: A new `TrainState`, or a tree of parameters: of JAX or NumPy, or
+      described by `jax.ShapeDtypeStruct`s if all of them are read.
     path: A workdir, a directory of steps, one step or file of flaxshard, of
       Orbax (`StandardCheckpointer`, `CheckpointManager`) or of Flax
       (`flax.training.checkpoints`, `flax.serialization.to_bytes`); or a
@@ -432,7 +433,7 @@ def _axes(
 
 def _asked(have: Any, axes: tuple[int, ...], want: jax.Array) -> reader.Asked:
   """Returns the shape, dtype and sharding with which to read a leaf."""
-  sharding = want.sharding
+  sharding = _sharding_of(want)
   in_order = axes == tuple(range(want.ndim))
   if not in_order and isinstance(sharding, jax.sharding.NamedSharding):
     # An array to reshape is not split before it has the model's dimensions.
@@ -444,6 +445,11 @@ def _asked(have: Any, axes: tuple[int, ...], want: jax.Array) -> reader.Asked:
   return jax.ShapeDtypeStruct(
     have.shape, jax.dtypes.canonicalize_dtype(have.dtype), sharding=sharding
   )
+
+
+def _sharding_of(x: Any) -> Any:
+  """Returns the sharding of an array; without one, of the default device."""
+  return getattr(x, "sharding", None) or jax.device_put(0).sharding
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -472,5 +478,5 @@ def _finish(x: jax.Array, axes: tuple[int, ...], want: jax.Array) -> jax.Array:
   def convert(x: jax.Array) -> jax.Array:
     return x.transpose(axes).reshape(want.shape).astype(want.dtype)
 
-  converted: jax.Array = jax.jit(convert, out_shardings=want.sharding)(x)
+  converted: jax.Array = jax.jit(convert, out_shardings=_sharding_of(want))(x)
   return converted

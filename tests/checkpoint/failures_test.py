@@ -24,16 +24,25 @@ def assert_holds(path, value):
   assert_trees_equal(restored, states.weights(value))
 
 
-def fail_at(monkeypatch, step):
-  """Makes the save of one step fail when all its arrays are written."""
+def before_digests(monkeypatch, call):
+  """Calls a function when all arrays of a step are written."""
   original = step_files.write_digests
 
   def write(step_dir, contents):
-    if step_dir.name.startswith(f"{step}."):
-      raise OSError(28, "No space left on device")
+    call(step_dir)
     return original(step_dir, contents=contents)
 
   monkeypatch.setattr(step_files, "write_digests", write)
+
+
+def fail_at(monkeypatch, step):
+  """Makes the save of one step fail when all its arrays are written."""
+
+  def fail(step_dir):
+    if step_dir.name.startswith(f"{step}."):
+      raise OSError(28, "No space left on device")
+
+  before_digests(monkeypatch, fail)
 
 
 def test_failed_save_keeps_the_steps_it_would_have_replaced(
@@ -61,15 +70,13 @@ def test_failed_save_keeps_the_steps_it_would_have_replaced(
 
 
 def test_check_does_not_wait_for_a_save(tmp_path, monkeypatch):
-  original = step_files.write_digests
   written = []
 
-  def write(step_dir, contents):
+  def write(step_dir):
     time.sleep(0.5)
     written.append(step_dir)
-    return original(step_dir, contents=contents)
 
-  monkeypatch.setattr(step_files, "write_digests", write)
+  before_digests(monkeypatch, write)
   with checkpoint.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, states.weights())
     checkpointer.check()

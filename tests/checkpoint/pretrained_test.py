@@ -178,6 +178,15 @@ def test_parameters_are_renamed_and_changed(saved, kwargs, wanted, tmp_path):
   assert all(path in str(report) for path in (*report.kept, *report.unused))
 
 
+def test_parameters_without_a_sharding(tmp_path):
+  wanted = {"a": W, "b": W.astype(np.float16)}
+  path = save_tree(tmp_path, {"a": W, "b": W})
+  for params in (wanted, jax.eval_shape(lambda: wanted)):
+    new, _ = fs.checkpoint.init_from(params, path, cast=True)
+    assert_trees_equal(new, wanted)
+    assert all(isinstance(x, jax.Array) for x in new.values())
+
+
 class Module(nnx.Module):
   def __init__(self, rngs):
     self.linear = nnx.Linear(8, 4, rngs=rngs)

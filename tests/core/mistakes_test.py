@@ -1,6 +1,6 @@
 """Mistakes in arguments of all kinds: the message names what is allowed."""
 
-from pathlib import Path
+import pathlib
 
 import numpy as np
 import optax
@@ -16,6 +16,7 @@ SGD = optax.sgd(0.1)
 PARAMS = {"encoder": {"w": np.ones((3, 2))}, "head": {"w": np.ones(2)}}
 FROZEN = fs.freeze(SGD, ["encoder"])
 URL = "hdfs://host/run"
+BUCKET = pathlib.Path("gs://b/run")
 
 
 def power(base, exponent=2):
@@ -119,11 +120,7 @@ MISTAKES = [
   # Files that cannot be reached.
   (lambda: fs.Checkpointer(URL), ValueError, URL),
   (lambda: fs.Checkpointer("s3://bucket/run"), ValueError, "s3://bucket/run"),
-  (
-    lambda: fs.Checkpointer(Path("gs://b/run")),
-    ValueError,
-    "'gs:/b/run' gs://",
-  ),
+  (lambda: fs.Checkpointer(BUCKET), ValueError, "'gs:/b/run' gs://"),
   (lambda: fs.checkpoint.restore(URL, init(SGD)), ValueError, URL),
   (lambda: fs.checkpoint.init_from(PARAMS, URL), ValueError, URL),
   (lambda: train.train_and_evaluate(tiny.config(), URL), ValueError, URL),
