@@ -207,12 +207,8 @@ def share(**fields):
   return devices.config_of_worker(check(wrappers=STORE, **fields), 4)
 
 
-def config_json(**fields):
-  return same_run.config_to_json(check(**fields))
-
-
 MISSPELT = {"name": f"{_THIS}:Hook", "nam": 1}
-CLASS = {"name": "cnn", "dtype": np.float16}
+CLASS = check(model={"name": "cnn", "dtype": np.float16})
 
 
 def create_hooks(*named, argument=()):
@@ -224,7 +220,10 @@ def create_hooks(*named, argument=()):
   [
     (lambda: fs.config.check([("a", 3)]), "config ConfigDict"),
     (lambda: fs.config.check("digits"), "config 'digits' config.read"),
-    (lambda: config_json(model=CLASS), "config.model.dtype numpy.float16 name"),
+    (
+      lambda: same_run.config_to_json(CLASS),
+      "config.model.dtype numpy.float16 name",
+    ),
     (lambda: fs.load("nowhere"), "workdir='/ nowhere' config.json"),
     # Workers.
     (lambda: find_rank((), 1), "worker_id=1 transport='store'"),
