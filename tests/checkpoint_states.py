@@ -81,6 +81,13 @@ def assert_lies_like(given, wanted):
     assert x.dtype == y.dtype and not jax.typeof(x).weak_type
 
 
+def flip(file, place=None):
+  """Changes a bit of a file: in the middle, or of the byte at a place."""
+  content = bytearray(file.read_bytes())
+  content[len(content) // 2 if place is None else place] ^= 1
+  file.write_bytes(content)
+
+
 def messages(caplog, level=logging.WARNING):
   """Returns what flaxshard has logged, but for steps without digests."""
   return [

@@ -9,6 +9,7 @@ import shutil
 import zlib
 
 import checkpoint_states as states
+from checkpoint_states import flip
 import jax
 import jax.numpy as jnp
 import optax
@@ -36,12 +37,6 @@ CONFIG = {"seed": 3, "model": {"name": "cnn"}}
 
 def cut(file):
   file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def flip(file):
-  content = bytearray(file.read_bytes())
-  content[len(content) // 2] ^= 1
-  file.write_bytes(content)
 
 
 def save(path, *steps, **kwargs):

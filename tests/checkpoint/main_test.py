@@ -58,9 +58,7 @@ def test_newest_step_is_shown(path, run):
 
 def test_damaged_steps_are_marked(path, run):
   file = path / "20" / "default" / "_METADATA"
-  content = bytearray(file.read_bytes())
-  content[9] ^= 1
-  file.write_bytes(content)
+  states.flip(file, 9)
   (path / "30").mkdir()
   # Files of Flax, in msgpack.
   content = flax.serialization.to_bytes(STATE.without_wrappers())
