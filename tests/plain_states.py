@@ -68,15 +68,11 @@ def changed(tree):
   return jax.tree_util.tree_map_with_path(change_leaf, tree)
 
 
-def fields_of(state):
-  """Returns the fields of a plain program by name."""
-  names = ("step", "params", "opt_state", "batch_stats", "rngs", "counters")
-  return {name: getattr(state, name) for name in names}
-
-
 def assert_same_fields(given, wanted):
   """Compares what a plain program has, with the kinds of PRNG keys."""
-  assert_trees_equal(*map(fields_of, (given, wanted)))
+  names = ("step", "params", "opt_state", "batch_stats", "rngs", "counters")
+  for name in names:
+    assert_trees_equal(getattr(given, name), getattr(wanted, name))
 
 
 def read(path, item):
