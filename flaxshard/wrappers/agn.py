@@ -343,19 +343,11 @@ class AGN(base.Base):
       grads,
     )
     received = jnp.array(jax.tree.leaves(has_gradient), bool) & applied
-    collections = state.collections
-    if replica_context.get_replica_context() is None:
-      # Without `Strategy.run` collections are not swapped: the user sees those
-      # of this replica after every step.
-      collections = {
-        name: local.collections.get(name, x) for name, x in collections.items()
-      }
     return state._replace(
       local_params=local.params,
       local_opt_state=local.opt_state,
       grad_accum=trees.map_both(add, state.grad_accum, added),
       local_step=state.local_step + applied.astype(jnp.int32),
-      collections=collections,
       received=state.received | received,
     )
 

@@ -192,6 +192,18 @@ def keeps_collections(state: PyTree) -> bool:
   return "collections" in getattr(state, "_fields", ())
 
 
+def with_collections(
+  states: States, new: Mapping[str, PyTree]
+) -> dict[str, PyTree]:
+  """Returns states of wrappers with new values of the collections they keep."""
+  changed = dict(states)
+  for name, state in states.items():
+    if keeps_collections(state):
+      kept = {key: new.get(key, x) for key, x in state.collections.items()}
+      changed[name] = state._replace(collections=kept)
+  return changed
+
+
 def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
   """Returns the states of one replica, without the replica axis.
 

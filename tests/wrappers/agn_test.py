@@ -238,6 +238,13 @@ def test_collections_of_one_replica_outside_of_run():
   for _ in range(2):
     state, mean = jax.jit(average_step)(state, x)
   np.testing.assert_allclose(mean, 0.75 * np.arange(3))
+  # `run` goes on with those of the last batch, also of one without an update.
+  one = fs.Strategy(devices=jax.devices()[:1])
+  wrappers = [fs.Accumulate(2, per_replica=True), fs.AGN(3)]
+  state = create(wrappers, strategy=one, batch_stats=stats)
+  for step in (jax.jit(average_step), one.jit(average_step)):
+    state, mean = step(state, x)
+  np.testing.assert_allclose(mean.value, [0.75 * np.arange(3)])
 
 
 # Leaves without a gradient, and unusual trees.
