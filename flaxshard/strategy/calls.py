@@ -72,15 +72,15 @@ class CompiledForms:
     if last is not None and last.shardings == shardings:
       for i, leaf in last.moved.items():
         values[i] = arguments.place(mesh, values[i], leaf)
+      if last.moved:
+        args, kwargs = jax.tree.unflatten(treedef, values)
     else:
       last = None
     # A donated array keeps its sharding, and JAX 0.10.2 crashes on it.
     if last is None or any([x.is_deleted() for x in values]):
       mesh_lib.check_can_run("run", mesh)
-      jitted, values, moved = self._prepare(args, kwargs)
+      jitted, (args, kwargs), moved = self._prepare(args, kwargs)
       last = _LastCall(jitted, shardings, moved)
-    if last.moved:
-      args, kwargs = jax.tree.unflatten(treedef, values)
     # A jax.shard_map that leaves axes to XLA must be compiled.
     with jax.disable_jit(False):
       out = last.jitted(*args, **kwargs)
@@ -90,19 +90,17 @@ class CompiledForms:
 
   def trace(self, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
-    jitted, placed, _ = self._prepare(args, kwargs)
-    treedef = jax.tree.structure((args, kwargs))
-    args, kwargs = jax.tree.unflatten(treedef, placed)
+    jitted, (args, kwargs), _ = self._prepare(args, kwargs)
     return jitted.trace(*args, **kwargs)
 
   def _prepare(
     self, args: Any, kwargs: Any
-  ) -> tuple[Any, list[Any], dict[int, arguments.Leaf]]:
+  ) -> tuple[Any, tuple[Any, Any], dict[int, arguments.Leaf]]:
     """Puts arguments on the mesh.
 
     Returns:
-      The jitted program for arguments like these, their leaves on the mesh, and
-      what those are, by number, that were not on the mesh already.
+      The jitted program for arguments like these, `args` and `kwargs` on the
+      mesh, and the leaves, by number, that were not on the mesh already.
     """
     mesh, donate_argnums, _ = self.options
     # Only a call shows how many arguments there are.
@@ -131,7 +129,7 @@ class CompiledForms:
         program.run, self.get_function, self.options, leaves
       )
       self._compiled[key] = jax.jit(run, donate_argnums=donate_argnums)
-    return self._compiled[key], placed, moved
+    return self._compiled[key], jax.tree.unflatten(treedef, placed), moved
 
 
 # The compiled forms, by options, of each function, and of each method of an

@@ -67,14 +67,14 @@ def run(
     *args: The positional arguments, on the mesh.
     **kwargs: The keyword arguments, on the mesh.
   """
-  arrays, treedef = jax.tree.flatten((args, kwargs))
+  arrays = jax.tree.leaves((args, kwargs))
+  treedef: Any = jax.tree.structure((args, kwargs))
   mesh, replicas = options.mesh, options.mesh.shape[mesh_lib.REPLICA]
-  given = jax.tree.unflatten(
-    treedef,
+  given = treedef.unflatten(
     [
       jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding)
       for x, leaf in zip(arrays, leaves, strict=True)
-    ],
+    ]
   )
   nodes = jax.tree.leaves(given, is_leaf=arguments.is_state)
   states = [x for x in nodes if arguments.is_state(x)]
@@ -97,9 +97,7 @@ def run(
       for x, leaf in zip(arrays, leaves, strict=True)
     ]
     args, kwargs = jax.tree.map(
-      arguments.to_local,
-      jax.tree.unflatten(treedef, rows),
-      is_leaf=arguments.is_node,
+      arguments.to_local, treedef.unflatten(rows), is_leaf=arguments.is_node
     )
     fn = get_function()
     assert fn is not None
