@@ -117,8 +117,7 @@ def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
   """Raises or warns if wrappers do not fit a number of replicas."""
   for w in wrappers:
     w.check_replicas(num_replicas)
-  note = divergence(wrappers)
-  if note:
+  if note := divergence(wrappers):
     checks.warn(note)
 
 
@@ -276,10 +275,8 @@ def pending(wrappers: Wrappers, states: States) -> list[str]:
 
   Empty in a trace and for a state without values.
   """
-  leaves = jax.tree.leaves(dict(states))
-  if any(
-    isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in leaves
-  ):
+  abstract = (jax.core.Tracer, jax.ShapeDtypeStruct)
+  if any(isinstance(x, abstract) for x in jax.tree.leaves(dict(states))):
     return []
   counts = {w.name: int(w.pending(states[w.name])) for w in wrappers}
   return [

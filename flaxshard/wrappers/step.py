@@ -349,9 +349,11 @@ def update(
   ):
     target = apply(target, grads)
   if wrappers and context is None:
-    # Without `Strategy.run` collections are not swapped: the user sees those of
-    # this replica after every step.
-    states = stack.with_collections(target.wrapper_states, target.collections)
+    states = target.wrapper_states
+    if target.collections:
+      # Without `Strategy.run` collections are not swapped: the user sees those
+      # of this replica after every step.
+      states = stack.with_collections(states, target.collections)
     states = stack.map_per_replica(
       lambda _, x: jnp.expand_dims(x, 0), wrappers, states
     )

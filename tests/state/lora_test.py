@@ -63,9 +63,7 @@ def test_factors_and_frozen_parameters():
   assert fs.merge_lora(plain)["params"] is plain.params
   # Nor do wrappers have copies of the others.
   agn = make(wrappers=[fs.AGN()]).wrapper_states["agn"]
-  assert shapes(agn.collections) == {
-    "batch_stats": {"norm": {"mean": (1, 16), "var": (1, 16)}}
-  }
+  assert list(agn.collections) == ["batch_stats"]
   # The model has no collection `frozen` to change.
   names = ("params", "frozen", "batch_stats")
   variables = {name: getattr(state, name) for name in names}
