@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import itertools
 import operator
+import sys
 from typing import Any, Protocol, SupportsIndex
 
 import jax
@@ -327,6 +328,8 @@ def _first(where: str, source: Any, *, may_be_stream: bool) -> Any:
       "flaxshard.data.Arrays(**arrays) makes one."
     )
   if not is_stream(source):
+    if len(source) == sys.maxsize:
+      raise ValueError(f"{where} has no end, {got}: do not call `repeat`.")
     found = [source[0]] if len(source) else []
   elif not may_be_stream or not isinstance(source, Iterable):
     allowed = " or an iterable" if may_be_stream else " or None"

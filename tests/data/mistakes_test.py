@@ -4,6 +4,7 @@ import pathlib
 import sys
 import types
 
+from grain import MapDataset
 import jax
 import numpy as np
 import pytest
@@ -123,6 +124,7 @@ HERE = str(pathlib.Path(__file__).parent)
     # Splits of a factory.
     (lambda: load_object([1]), TypeError, r"config\.data.*Splits.*list"),
     (lambda: load(evaluation=[]), ValueError, "my_data:made.*eval"),
+    (lambda: load(MapDataset.range(2).repeat()), ValueError, "train.*no end"),
     (lambda: load(num_classes=0), ValueError, "num_classes.*got 0"),
     (lambda: load([3]), ValueError, r"train\[0\].*3"),
     (lambda: load(examples(3, mask=1)), ValueError, r"train\[0\].*'mask'"),
