@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, TypeVar
 
@@ -365,8 +365,10 @@ class Optimizer(nnx.Optimizer[M]):
     if self.wrappers:
       untrained = ("params", stack.FROZEN)
       collections = {k: v for k, v in fields.items() if k not in untrained}
-      fields["wrapper_states"] = _with_collections(
-        _with_string_keys(self.wrapper_states), collections
+      # Those of each replica, of which there is one.
+      fields["wrapper_states"] = stack.map_collections(
+        lambda _: jax.tree.map(lambda x: jnp.expand_dims(x, 0), collections),
+        _with_string_keys(self.wrapper_states),
       )
     own = dict(
       step=self.step[...].astype(jnp.int32),
@@ -388,7 +390,7 @@ class Optimizer(nnx.Optimizer[M]):
       ValueError: The state is one of another module, optimizer or wrappers.
     """
     variables_lib.update(model, state, wrt=self.wrt)
-    states = _with_collections(state.wrapper_states, {})
+    states = stack.map_collections(lambda _: {}, state.wrapper_states)
     self._assign(state.step, state.opt_state, states)
 
   def _assign(self, step: Any, *states: PyTree) -> None:
@@ -400,19 +402,6 @@ class Optimizer(nnx.Optimizer[M]):
   def _params(self, model: Any) -> PyTree:
     """Returns the parameters of a module that are trained."""
     return nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
-
-
-def _with_collections(
-  states: Mapping[str, PyTree], collections: dict[str, PyTree]
-) -> dict[str, PyTree]:
-  """Returns the wrappers' states, of which some keep the collections."""
-  new = dict(states)
-  for name, state in states.items():
-    if stack.keeps_collections(state):
-      # Those of each replica, of which there is one.
-      rows = jax.tree.map(lambda x: jnp.expand_dims(x, 0), collections)
-      new[name] = state._replace(collections=rows)
-  return new
 
 
 def _with_string_keys(tree: PyTree) -> PyTree:

@@ -191,16 +191,16 @@ def keeps_collections(state: PyTree) -> bool:
   return "collections" in getattr(state, "_fields", ())
 
 
-def with_collections(
-  states: States, new: Mapping[str, PyTree]
+def map_collections(
+  fn: Callable[[dict[str, PyTree]], dict[str, PyTree]], states: States
 ) -> dict[str, PyTree]:
-  """Returns states of wrappers with new values of the collections they keep."""
-  changed = dict(states)
-  for name, state in states.items():
-    if keeps_collections(state):
-      kept = {key: new.get(key, x) for key, x in state.collections.items()}
-      changed[name] = state._replace(collections=kept)
-  return changed
+  """Applies `fn` to the collections of each state that keeps them."""
+  return {
+    name: state._replace(collections=fn(state.collections))
+    if keeps_collections(state)
+    else state
+    for name, state in states.items()
+  }
 
 
 def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:

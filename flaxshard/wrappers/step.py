@@ -353,7 +353,11 @@ def update(
     if target.collections:
       # Without `Strategy.run` collections are not swapped: the user sees those
       # of this replica after every step.
-      states = stack.with_collections(states, target.collections)
+      new = target.collections
+      states = stack.map_collections(
+        lambda kept: {name: new.get(name, x) for name, x in kept.items()},
+        states,
+      )
     states = stack.map_per_replica(
       lambda _, x: jnp.expand_dims(x, 0), wrappers, states
     )
