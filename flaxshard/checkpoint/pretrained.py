@@ -31,6 +31,7 @@ from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ def _lora_factors(state: TrainState) -> set[str]:
   """Returns the paths of the factors of LoRA, which most files lack."""
   if not isinstance(state.apply_fn, lora.Apply):
     return set()
-  of_model = lora.model_leaves(state.params, getattr(state, lora.FROZEN))
+  of_model = lora.model_leaves(state.params, getattr(state, stack.FROZEN))
   paths = trees.leaves_by_path(state.params)
   return {"/".join(path) for path in paths if path not in of_model}
 

@@ -36,7 +36,7 @@ from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.state import fields as fields_lib
-from flaxshard.wrappers import stack
+from flaxshard.wrappers.stack import FROZEN
 
 if TYPE_CHECKING:
   from flaxshard.state.create import Initializer
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 PyTree = Any
 NamedSharding = jax.sharding.NamedSharding
 
-FROZEN = stack.FROZEN
 # Keys of the factors, below the path of their kernel.
 FACTORS = ("lora_a", "lora_b")
 

@@ -18,6 +18,7 @@ from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
 from flaxshard.tasks.apply import Apply
+from flaxshard.wrappers import stack
 
 Batch = Mapping[str, jax.Array]
 
@@ -184,7 +185,7 @@ class AdaptedTask:
     if train:
       names = set(fields_lib.collections(state))
       if isinstance(state.apply_fn, lora.Apply):
-        names.remove(lora.FROZEN)  # meant not to change
+        names.remove(stack.FROZEN)  # meant not to change
       if missing := sorted(names - aux.collections.keys()):
         checks.warn(
           f"{self.name}.loss: Aux.collections lacks {', '.join(missing)}, "

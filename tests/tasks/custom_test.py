@@ -24,10 +24,10 @@ from flaxshard import data
 from flaxshard import tasks
 from flaxshard import train
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import lora
 from flaxshard.tasks import apply
 from flaxshard.tasks import steps
 from flaxshard.train import config as config_lib
+from flaxshard.wrappers import stack
 
 _THIS = "custom_tasks"
 
@@ -72,7 +72,7 @@ def test_sown_collections_are_not_in_the_state_with_lora():
   task = Regression()
   setup = tiny.setup(config(lora={"rank": 1}), task)
   names = fields_lib.collections(setup.abstract_state)
-  assert set(names) == {"batch_stats", lora.FROZEN}
+  assert set(names) == {"batch_stats", stack.FROZEN}
 
 
 class OnNnx(nnx.Module):
