@@ -78,7 +78,8 @@ def _describe(layout: Layout, state: TrainState) -> dict[str, Any]:
     "parameters that do not change": {
       path: zlib.crc32(np.asarray(x).tobytes())
       for path, x in arrays.items()
-      if path.startswith(("params", stack.FROZEN)) and path not in layout.sums
+      if path.split("/")[0] in ("params", stack.FROZEN)
+      and path not in layout.sums
     },
     # Another one may make another program of the same update.
     "version of JAX": jax.__version__,
