@@ -107,7 +107,7 @@ def config_to_json(config: Any) -> dict[str, Any]:
   """
   values = config.to_dict()
   for path, value in trees.leaves_by_path(values).items():
-    if not isinstance(value, bool | int | float | str):
+    if not isinstance(value, int | float | str):
       raise checks.ArgumentTypeError(
         f"config.{'.'.join(path)} must be a value of JSON, got {value!r}: a "
         "dtype, a class or a function is given by its name, such as 'bfloat16'."
