@@ -22,7 +22,6 @@ from flaxshard.center.merge import Merger
 from flaxshard.center.train_states import Layout
 from flaxshard.core import checks
 from flaxshard.processes import cluster
-from flaxshard.wrappers import agn_store
 from flaxshard.wrappers import stack
 from flaxshard.wrappers.agn import warn_of_short_period
 
@@ -151,19 +150,20 @@ class Worker:
       raise RuntimeError(
         "Worker: start was called before: a Worker takes part in one run."
       )
-    self._agn, own = train_states.find(state)
+    agn, own = train_states.find(state)
     if note := stack.divergence(state.wrappers):
       raise ValueError(
         "Worker: the replicas of this process must have equal parameters, "
         f"which are committed. {note}"
       )
-    self._options = self._agn.transport
+    self._options = agn.transport
+    self._period = agn.communication_period
     checks.integer(
       f"AGN: num_workers={self.num_workers}: transport: quorum",
       self._options.quorum,
       maximum=self.num_workers,
     )
-    warn_of_short_period(self._agn, self.num_workers, "workers")
+    warn_of_short_period(agn, self.num_workers, "workers")
     self._layout = Layout(state)
     self._objects = store.Objects(self._url)
     facts_lib.agree(self._objects, self._layout, state, facts or {})
@@ -231,7 +231,7 @@ class Worker:
     self._last_step += 1
     delay = self._options.delay
     if any(
-      agn_store.last_due(self._agn, fragment, step) == step
+      self._options.last_due(self._period, fragment, step) == step
       for fragment in range(self._options.fragments)
       for step in (self._last_step, self._last_step - delay)
     ):
@@ -520,7 +520,7 @@ class Worker:
     return [
       fragment
       for fragment, sent in enumerate(self._sent)
-      if sent < agn_store.last_due(self._agn, fragment, self._last_step)
+      if sent < self._options.last_due(self._period, fragment, self._last_step)
     ]
 
   def _ask(self) -> bool:

@@ -11,15 +11,12 @@ steps before the next.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import jax
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-
-if TYPE_CHECKING:
-  from flaxshard.wrappers.agn import AGN
 
 PyTree = Any
 
@@ -97,6 +94,24 @@ class Store:
         "sequential commits are applied one by one."
       )
 
+  def last_due(self, period: int, fragment: int, local_step: int) -> int:
+    """Returns the last local step after which a fragment was to be committed.
+
+    Before the first one it is 0 or less.
+
+    Args:
+      period: The period of AGN.
+      fragment: The number of the fragment.
+      local_step: The number of local steps that have been taken.
+
+    Example:
+      >>> options = Store(fragments=2)
+      >>> [options.last_due(4, 0, step) for step in range(2, 7)]
+      [2, 2, 2, 2, 6]
+    """
+    first = (fragment + 1 - self.fragments) * (period // self.fragments)
+    return local_step - (local_step - first) % period
+
 
 def parse(argument: str, transport: Any) -> Any:
   """Returns the transport that an argument names: `"compiled"` or a `Store`."""
@@ -143,24 +158,3 @@ def divide(accumulators: PyTree, fragments: int) -> dict[str, int]:
     loads[number] += max(leaves[path], 1)
     found[path] = number
   return {path: found[path] for path in leaves}
-
-
-def last_due(agn: AGN, fragment: int, local_step: int) -> int:
-  """Returns the last local step after which a fragment was to be committed.
-
-  Before the first one it is 0 or less.
-
-  Args:
-    agn: A wrapper with a store.
-    fragment: The number of the fragment.
-    local_step: The number of local steps that have been taken.
-
-  Example:
-    >>> import flaxshard as fs
-    >>> agn = fs.AGN(4, transport=fs.Store(fragments=2))
-    >>> [last_due(agn, 0, step) for step in range(2, 7)]
-    [2, 2, 2, 2, 6]
-  """
-  period, fragments = agn.communication_period, agn.transport.fragments
-  first = (fragment + 1 - fragments) * (period // fragments) % period
-  return local_step - (local_step - first) % period

@@ -22,7 +22,6 @@ from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import members
 from flaxshard.center import store
-from flaxshard.wrappers import agn_store
 
 STEPS = 6
 START = {"a": np.zeros(3, np.float32), "b": np.ones(5, np.float32)}
@@ -200,7 +199,8 @@ class Run:
     for path in commit["arrays"]:
       found = slots.get(path, params[path.removeprefix("params/")])
       np.testing.assert_allclose(found, exact[path], rtol=0, atol=atol)
-    last = agn_store.last_due(agn, fragment, STEPS)
+    period = agn.communication_period
+    last = agn.transport.last_due(period, fragment, STEPS)
     if self.fault is None or self.fault.how != "kill":
       # Who came after all steps has missed more than this fragment's last due.
       for k, missed in self.missed.items():
