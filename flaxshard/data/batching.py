@@ -209,8 +209,6 @@ class StreamIterator:
       for example in self._source:
         self._in_epoch += 1
         return example
-      if not self._in_epoch:
-        break
       self._source, self._in_epoch = iter(self.splits.train), 0
     raise ValueError("config.data: the stream has no training examples.")
 
@@ -252,7 +250,8 @@ def _read_batches(
   # transformation of batches takes less time than some for each example.
   def read(number: int) -> Example:
     positions = number * batch_size + np.asarray(rows)
-    found = [examples[i] for i in positions.tolist()]
+    # By a generator: a StopIteration of a source is an error, not the end.
+    found = [*(examples[i] for i in positions.tolist())]
     batch = sources.make_batch(found, collate)
     return {**batch, "mask": positions < len(examples)} if has_mask else batch
 

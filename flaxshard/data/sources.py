@@ -163,7 +163,7 @@ class Windows:
   def __len__(self) -> int:
     """Returns the number of windows."""
     # The last label needs one token more than the inputs.
-    return (len(self.tokens) - 1) // self.length
+    return max(len(self.tokens) - 1, 0) // self.length
 
   def __getitem__(self, index: SupportsIndex) -> Example:
     """Returns window `index`: inputs and labels, int32 `[length]`."""
@@ -172,7 +172,7 @@ class Windows:
     if not -len(self) <= number < len(self):
       raise IndexError(f"Windows: no window {number} of {len(self)}.")
     start = number % len(self) * self.length
-    given = self.tokens[start : start + self.length + 1]
+    given = np.asarray(self.tokens[start : start + self.length + 1])
     window = given.astype(np.int32)
     # NumPy wraps large integers around, and cuts off fractions.
     if not np.array_equal(window, given):

@@ -74,8 +74,11 @@ def create(
     if inspect.isclass(hook):
       given = registry.accepted(hook, offered, arguments)
       hook = registry.construct(where, hook, arguments, given=given)
-    else:
-      hook = functools.partial(hook, **registry.to_plain(arguments))
+      arguments = {}
+    with registry.errors_name(where):
+      # Now, and not at the first row of metrics.
+      inspect.signature(hook).bind(0, None, {}, **arguments)
+    hook = functools.partial(hook, **registry.to_plain(arguments))
     found.append((named["name"], hook))
   for i, hook in enumerate(hooks):
     # To call a class would make an object at each step, and do nothing else.

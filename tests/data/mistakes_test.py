@@ -64,6 +64,10 @@ def read(last):
   next(data.train_iterator(splits, batch_size=2, seed=0))
 
 
+def evaluate(source):
+  return list(data.eval_batches(data.Splits([], source), batch_size=2))
+
+
 def examples(size, dtype=np.float32, **fields):
   return [{"inputs": dtype(i), "labels": i, **fields} for i in range(size)]
 
@@ -93,6 +97,8 @@ def add_in_place(example, rng):
 
 
 ARRAYS = data.Arrays(np.zeros((3, 2), np.float32))
+# It raises what would end an iteration.
+BROKEN = MapDataset.range(4).map(lambda i: next(iter(())))
 TOKENS = np.arange(9)
 BYTES = TOKENS.astype(np.uint8)
 MASKED = np.ma.masked_array([1, 2], [0, 1])
@@ -141,6 +147,7 @@ HERE = str(pathlib.Path(__file__).parent)
     (lambda: read({"x": TOKENS}), ValueError, r"^config.data: .* \(.* \("),
     (lambda: read({"x": WORDS[:1]}), ValueError, "^config.data: .*<U"),
     (lambda: read(None), ValueError, "^config.data: .* must be a dict.*None"),
+    (lambda: evaluate(BROKEN), RuntimeError, "StopIteration"),
     # Leaves of a batch.
     (lambda: leaf(OBJECTS), ValueError, r"\[a/b\].*object.*\(2,\)"),
     (lambda: leaf(WORDS), TypeError, r"\[a/b\].*<U1"),

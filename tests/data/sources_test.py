@@ -23,7 +23,7 @@ def importable():
 def test_a_window_needs_one_more_token_than_its_length():
   tokens = np.arange(9, dtype=np.uint8)
   windows = data.Windows(tokens, 4)
-  assert len(data.Windows(tokens[:8], 4)) == 1
+  assert [len(data.Windows(tokens[:n], 4)) for n in (0, 8)] == [0, 1]
   # Iteration ends.
   assert [x["inputs"].tolist() for x in windows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
   assert [windows[i]["labels"][0] for i in (0, 1, -2)] == [1, 5, 1]
@@ -181,12 +181,8 @@ def test_collate_makes_batches_of_any_examples():
   epoch = next(data.train_iterator(splits, seed=0, **options))
   assert sorted(epoch["inputs"][:, 0]) == list(range(12))
   *_, last = data.eval_batches(splits, **options | {"batch_size": 8})
-  assert last["inputs"][:4].tolist() == [
-    [8] * 3,
-    [9, 0, 0],
-    [10, 10, 0],
-    [11] * 3,
-  ]
+  expected = [[8] * 3, [9, 0, 0], [10, 10, 0], [11] * 3]
+  assert last["inputs"][:4].tolist() == expected
   assert last["mask"].tolist() == [True] * 4 + [False] * 4
 
 

@@ -179,6 +179,7 @@ def test_a_mistake_in_a_set_up_is_named_in_one_line(fields, facts, capsys):
     ("no_such_package.configs", "config 'no_such_package'"),
     ("mine.py", "config mine.py get_config 'get_confg'"),
     ("none.py", "config none.py: None"),
+    ("none.py:x", "config none.py:x: get_config too many"),
   ],
 )
 def test_a_name_that_gives_no_config(tmp_path, monkeypatch, name, facts):
@@ -208,6 +209,7 @@ def share(**fields):
 
 
 MISSPELT = {"name": f"{_THIS}:Hook", "nam": 1}
+PRINT = {"name": "builtins:print", "seb": "-"}
 CLASS = check(model={"name": "cnn", "dtype": np.float16})
 
 
@@ -238,6 +240,8 @@ def create_hooks(*named, argument=()):
     # Hooks.
     (lambda: create_hooks(f"{_THIS}:Hok"), "config.hooks[0] mean 'Hook'"),
     (lambda: create_hooks(MISSPELT), "config.hooks[0] 'nam'"),
+    (lambda: create_hooks(PRINT), "config.hooks[0] 'builtins:print' 'seb'"),
+    (lambda: create_hooks("os:sep"), "config.hooks[0] 'os:sep' callable"),
     (lambda: create_hooks(argument=(Hook,)), "hooks[0] Hook"),
   ],
 )

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import importlib
+import inspect
 import pathlib
 import re
 import runpy
@@ -57,6 +58,8 @@ def read(name: str) -> ml_collections.ConfigDict:
       f"config {place} has no function get_config(), which returns the config."
       f"{checks.did_you_mean('get_config', module)}"
     )
+  with registry.errors_name(f"config {name}: get_config"):
+    inspect.signature(get_config).bind(*arguments)
   with _running(place):
     config = get_config(*arguments)
   if not registry.is_dict(config):
