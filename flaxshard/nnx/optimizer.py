@@ -25,7 +25,6 @@ from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 from flaxshard.wrappers import step as step_lib
-from flaxshard.wrappers.agn import AGN
 
 PyTree = Any
 M = TypeVar("M", bound=nnx.Module)
@@ -432,8 +431,7 @@ def _shapes(variable: Any) -> list[tuple[int, ...]]:
 def _check_wrappers(wrappers: tuple[base.Base, ...], num_replicas: int) -> None:
   """Raises a ValueError if a wrapper needs a TrainState."""
   for w in wrappers:
-    is_store = isinstance(w, AGN) and w.commits_to_store
-    if is_store or (w.reduces != "before" and num_replicas > 1):
+    if w.commits_to_store or (w.reduces != "before" and num_replicas > 1):
       raise ValueError(
         f"wrappers: {type(w).__name__} commits between steps, or needs the "
         f"gradients of each of the {num_replicas} replicas. Under nnx.jit "

@@ -28,7 +28,6 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.processes import cluster
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.wrappers.agn import AGN
 
 _log = logging.getLogger(__name__)
 
@@ -72,10 +71,8 @@ def has_workers(config: Any) -> bool:
   Args:
     config: A checked config.
   """
-  return any(
-    isinstance(wrapper, AGN) and wrapper.commits_to_store
-    for wrapper in wrappers_lib.from_config(config.wrappers)
-  )
+  wrappers = wrappers_lib.from_config(config.wrappers)
+  return any(w.commits_to_store for w in wrappers)
 
 
 def config_of_worker(config: Any, num_workers: int) -> Any:

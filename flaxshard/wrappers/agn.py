@@ -172,7 +172,7 @@ class AGN(base.Base):
     return "before" if self.commits_to_store else "local"
 
   @property
-  def commits_to_store(self) -> bool:
+  def commits_to_store(self) -> bool:  # type: ignore[override]
     """Whether `flaxshard.Worker` commits, between steps."""
     return isinstance(self.transport, agn_store.Store)
 

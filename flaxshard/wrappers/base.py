@@ -83,6 +83,8 @@ class Base:
       `is_leaf=flaxshard.is_indexed_slices`. False: gradients become whole
       arrays before any wrapper gets them, with a warning, and the update is
       that of any other parameter.
+    commits_to_store: Whether `flaxshard.Worker` commits what the steps of this
+      wrapper leave, between them.
 
   Example:
     >>> import flaxshard as fs, dataclasses, jax, jax.numpy as jnp, optax
@@ -100,6 +102,7 @@ class Base:
   reduces: ClassVar[str] = "before"
   groups: ClassVar[rows.Groups] = None
   takes_indexed_slices: ClassVar[bool] = False
+  commits_to_store: ClassVar[bool] = False
 
   @property
   def name(self) -> str:

@@ -37,7 +37,8 @@ def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
 
   Raises:
     TypeError: An argument is of a wrong type.
-    ValueError: A wrapper is given twice, or one may not stand inside another.
+    ValueError: A wrapper is given twice, one may not stand inside another, or
+      one needs a TrainState.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax
@@ -51,7 +52,13 @@ def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
     (2.0, 0.5, 1)
   """
   opt_state_lib.check_tx(tx)
-  return Wrapped(tx, stack.check(wrappers))
+  wrappers = stack.check(wrappers)
+  if any(w.commits_to_store for w in wrappers):
+    raise ValueError(
+      "wrappers: AGN with transport='store' needs a TrainState, whose steps "
+      "flaxshard.Worker commits."
+    )
+  return Wrapped(tx, wrappers)
 
 
 class WrappedState(NamedTuple):

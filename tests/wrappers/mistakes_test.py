@@ -143,6 +143,7 @@ MISTAKES = [
   (lambda: create("ema"), TypeError, r"wrappers\[0\].*'ema'"),
   (lambda: create(fs.EMA(0.5), fs.EMA()), ValueError, r"wrappers\[1\].* twice"),
   (lambda: fs.wrap(SGD, [fs.AGN(2), fs.EMA()]), ValueError, "put 'ema' first"),
+  (lambda: fs.wrap(SGD, [fs.AGN(transport=STORE)]), ValueError, "TrainState"),
   (lambda: fs.wrap(SGD).init(np.array(2**31)), ValueError, "int64.*214748"),
   (lambda: fs.wrap(optax.sgd), TypeError, r"tx .* Call it: sgd\(1e-3\)"),
   # What may stand inside of another one.
