@@ -318,7 +318,7 @@ class _Plan:
         useful[path] = leaf, like.update(shape=leaf.shape, dtype=x.dtype)
     saved = reader.read(self._where, useful)
     if difference:
-      dropped = {path[0]: None for path in shapes if path not in saved}
+      dropped = {p[0]: None for p in {**shapes, **found} if p not in saved}
       _log.warning(
         "%s has another state of wrapper %r, as for other replicas: %s. It "
         "begins at the restored parameters. Dropped are %s.",

@@ -156,6 +156,7 @@ def test_commits_in_a_store_continue_compiled(tmp_path, caplog, strategy):
   state = trained(create(STORE), 0, 5)
   restored = restore(tmp_path, state, create(COMPILED, strategy))
   own = assert_center_equal(restored, state, caplog)
+  assert "outer" not in caplog.text and "sent, versions." in caplog.text
   rows = np.broadcast_to(state.params["w"], (4 if strategy else 1, 4))
   np.testing.assert_array_equal(own.local_params["w"], rows)
   assert own.local_opt_state[0].count.tolist() == [5] * len(rows)
