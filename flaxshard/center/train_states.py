@@ -24,6 +24,7 @@ from flaxshard.center import encoding
 from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center.heads import Arrays
+from flaxshard.core import extra_arguments
 from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
@@ -48,12 +49,11 @@ def find(state: Any) -> tuple[AGN, AGNState]:
   """
   wrappers = getattr(state, "wrappers", ())
   for wrapper in wrappers:
-    if isinstance(wrapper, AGN) and wrapper.commits_to_store:
+    if wrapper.commits_to_store:
       return wrapper, state.wrapper_states[wrapper.name]
-  names = [w.name for w in wrappers]
   raise ValueError(
     "Worker: state.wrappers must have an AGN with transport='store', got "
-    f"{names}."
+    f"{[w.name for w in wrappers]}."
   )
 
 
@@ -136,7 +136,8 @@ class Layout:
       and the like are in all fragments.
 
   Raises:
-    ValueError: The model has layers of Flax in fp8.
+    ValueError: The model has layers of Flax in fp8, or the optimizer of the
+      center needs the loss.
   """
 
   def __init__(self, state: TrainState):
@@ -150,6 +151,12 @@ class Layout:
       raise ValueError(
         "AGN: layers in fp8, whose statistics are no gradients, need "
         "transport='compiled'."
+      )
+    center_tx = self.agn.outer_tx or self.shapes.tx
+    if used := extra_arguments.objective_of(center_tx):
+      raise ValueError(
+        "AGN: transport: the center is updated without a loss, and its "
+        f"optimizer uses {', '.join(sorted(used))}. Give an outer_tx without."
       )
     self.sums = leaves({"params": own.grad_accum})
     count = self.agn.transport.fragments
@@ -167,16 +174,15 @@ class Layout:
     if self.agn.outer_tx is not None:
       self.root, slots = f"{_OWN}/outer_opt_state", own.outer_opt_state
     self.model = {"params": params, self.root: slots}
-    self.slots: list[list[str]] = [[] for _ in range(count)]
-    parameters = opt_state_lib.parameters_of(slots, params)
-    paths = leaves({self.root: slots})
-    for path, parameter in zip(paths, parameters, strict=True):
-      those = range(count)
-      if parameter is not None:
-        owner = owners.get(f"params/{trees.path_string(parameter)}", 0)
-        those = range(owner, owner + 1)
-      for fragment in those:
-        self.slots[fragment].append(path)
+    slot_owners = [
+      None if p is None else owners.get(f"params/{trees.path_string(p)}", 0)
+      for p in opt_state_lib.parameters_of(slots, params)
+    ]
+    owned = dict(zip(leaves({self.root: slots}), slot_owners, strict=True))
+    self.slots: list[list[str]] = [
+      [path for path, owner in owned.items() if owner in (None, fragment)]
+      for fragment in range(count)
+    ]
 
   # Equal ones share compiled updates: several workers may be in a process.
   def __eq__(self, other: object) -> bool:
@@ -225,28 +231,29 @@ class Layout:
       commit, without `examples`.
 
     Raises:
-      FloatingPointError: An accumulator has NaN or infinity.
+      FloatingPointError: What is committed has NaN or infinity.
     """
     _, own = find(state)
     found, step = leaves(state), int(own.local_step)
     received, sent = np.array(own.received), np.array(own.sent)
-    arrays: Arrays = {}
-    remainders: Arrays = {}
+    due = self.fragments[fragment]
+    others = due.keys() - self.sums.keys()
+    arrays = {path: np.array(found[_local_path(path)]) for path in others}
     for number, path in enumerate(self.sums):
-      if path in self.fragments[fragment] and received[number]:
-        total = np.asarray(found[_sum_path(path)])
-        if not np.isfinite(total).all():
-          raise FloatingPointError(
-            f"Worker: the accumulated gradients of {path} have NaN or infinity "
-            f"at local step {step}. They are not committed. A LossScale around "
-            "AGN skips such steps."
-          )
+      if path in due and received[number]:
         # No copy: these arrays are in no state any more.
-        arrays[path] = encoding.encode(total, self.agn.transport.commit_dtype)
-        remainders[_sum_path(path)] = total - encoding.decode(arrays[path])
+        arrays[path] = np.asarray(found[_sum_path(path)])
         received[number] = False
-    for path in self.fragments[fragment].keys() - self.sums.keys():
-      arrays[path] = np.array(found[_local_path(path)])
+    remainders: Arrays = {}
+    for path, x in arrays.items():
+      if not np.isfinite(x).all():
+        raise FloatingPointError(
+          f"Worker: {path} in the commit of local step {step} has NaN or "
+          "infinity. It is not sent. LossScale around AGN skips such steps."
+        )
+      if path not in others:
+        arrays[path] = encoding.encode(x, self.agn.transport.commit_dtype)
+        remainders[_sum_path(path)] = x - encoding.decode(arrays[path])
     commit = {
       "steps": step - int(sent[fragment]),
       "version": int(own.versions[fragment]),

@@ -109,10 +109,8 @@ def _combine(layout: Layout, commits: Sequence[Commit]) -> Iterator[Arrays]:
   combined: Arrays = {}
   for commit, factor, weight in zip(commits, factors, weights, strict=True):
     for path, x in commit["arrays"].items():
-      if path in layout.sums:
-        part = x * x.dtype.type(factor)
-      else:
-        part = x.astype(np.float32) * np.float32(weight)
+      wide = gradients.widen(x)
+      part = wide * wide.dtype.type(factor if path in layout.sums else weight)
       combined[path] = combined[path] + part if path in combined else part
   yield combined
 

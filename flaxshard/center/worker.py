@@ -209,8 +209,8 @@ class Worker:
       The state to go on with.
 
     Raises:
-      FloatingPointError: The accumulated gradients have NaN or infinity. They
-        are not sent.
+      FloatingPointError: The accumulated gradients, or other collections, have
+        NaN or infinity. They are not sent.
       DamagedError: The center in the store is damaged.
       RuntimeError: The worker was not started, is closed, or was started again
         in another process; or the state is an older one.

@@ -63,6 +63,8 @@ def begin(*wrappers, num_workers=1, **fields):
 FP8 = {"params": PARAMS, fp8_ops.OVERWRITE_WITH_GRADIENT: {"scale": np.ones(2)}}
 TWO_GROUPS = fs.CrossShard("mean", ((0, 1), (2, 3)))
 FOUR = fs.Strategy(devices=jax.devices()[:4])
+NOT_THERE = "worker 1 of 2 has not come to .* within start_timeout=0.2 seconds"
+UNEQUAL = "replicas .* must have equal .* 2 groups of 2 "
 
 
 @pytest.mark.filterwarnings("ignore:CrossShard. gradients are reduced in")
@@ -77,18 +79,10 @@ FOUR = fs.Strategy(devices=jax.devices()[:4])
     (lambda: begin(fs.AGN(2)), ValueError, r"store', got \['agn'\]"),
     (lambda: begin(agn(8, fragments=3)), ValueError, "=3 must be at most .* 2"),
     (lambda: begin(agn(quorum=2)), ValueError, "quorum must be at most 1"),
-    (
-      lambda: begin(agn(quorum=2), num_workers=2),
-      TimeoutError,
-      "worker 1 of 2 has not come to .* within start_timeout=0.2 seconds",
-    ),
+    (lambda: begin(agn(quorum=2), num_workers=2), TimeoutError, NOT_THERE),
     (lambda: begin(params=FP8), ValueError, "fp8"),
-    # Replicas that differ.
-    (
-      lambda: begin(TWO_GROUPS, agn(), strategy=FOUR),
-      ValueError,
-      "must have equal .* 2 groups of 2 ",
-    ),
+    (lambda: begin(tx=optax.polyak_sgd()), ValueError, "a loss, .* uses value"),
+    (lambda: begin(TWO_GROUPS, agn(), strategy=FOUR), ValueError, UNEQUAL),
   ],
 )
 def test_mistakes(call, error, message):
@@ -163,6 +157,7 @@ def schedule(last):
 TX = schedule(1.0)
 FACTS = {"config": {"seed": 1, "name": "a"}}
 SEVEN = {"params": {**PARAMS, "w": np.zeros(7, np.float16)}}
+OTHER_ARRAY = r"arrays.params/w is 'float16\[7\]' here, and 'float32\[6\]'"
 # What differs from the first worker: arguments of AGN, the state, other facts.
 DIFFERENT = [
   ({"period": 3}, {}, FACTS, "AGN.communication_period is 3 here, and 2 in"),
@@ -173,12 +168,7 @@ DIFFERENT = [
   ({"outer_tx": optax.adam(0.2)}, {}, FACTS, r"an update by\.outer_tx is"),
   ({}, {"tx": optax.sgd(0.99)}, FACTS, r"an update by\.tx is"),
   ({}, {"tx": schedule(0.5)}, FACTS, r"an update by\.tx is"),
-  (
-    {},
-    SEVEN,
-    FACTS,
-    r"arrays.params/w is 'float16\[7\]' here, and 'float32\[6\]'",
-  ),
+  ({}, SEVEN, FACTS, OTHER_ARRAY),
   ({}, {"params": {"b": PARAMS["b"]}}, FACTS, "params/w is .*missing.* here"),
   # What LoRA does not train.
   ({}, {"frozen": np.zeros(2, "f")}, FACTS, "do not change.frozen is .* here"),
@@ -288,12 +278,16 @@ def test_a_damaged_center_is_an_error_that_names_it(tmp_path, pattern, way):
       worker.start(create())
 
 
-def test_nan_is_not_written_and_the_others_end():
-  with Workers([create()] * 2, step) as group:
+@pytest.mark.parametrize(
+  ("x", "stat", "path"), [(np.nan, 0, "params/b"), (1, np.inf, "stats")]
+)
+def test_nan_is_not_written_and_the_others_end(x, stat, path):
+  with Workers([create(stats=np.zeros(1))] * 2, step) as group:
     first, second = group.workers
     group.step([np.float32(1)] * 2)
-    bad = step(group.states[0], np.float32(np.nan))
-    with pytest.raises(FloatingPointError, match=r"params/b .* local step 2"):
+    _, grads = group.states[0].value_and_grad(lambda p: p["b"] * x)
+    bad = group.states[0].apply_gradients(grads=grads, stats=np.float32([stat]))
+    with pytest.raises(FloatingPointError, match=f"{path} .* local step 2"):
       first.commit(bad)
     first.close()
     state = second.finish(train(second, group.states[1], [3]))
