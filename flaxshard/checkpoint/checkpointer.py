@@ -27,6 +27,7 @@ from flaxshard.checkpoint.save_barrier import SaveBarrier
 from flaxshard.core import checks
 from flaxshard.core import files as files_lib
 from flaxshard.core import multihost
+from flaxshard.core import registry
 
 _log = logging.getLogger(__name__)
 
@@ -106,8 +107,9 @@ class Checkpointer:
     self._keep = keep_lib.Keep(
       max_to_keep, keep_every, best_metric, best_mode, keep_best
     )
-    json.dumps(config)  # raises a TypeError if it cannot be stored
-    self._config = config
+    with registry.errors_name("config"):
+      # A copy, which the caller does not change before it is saved.
+      self._config = json.loads(json.dumps(config))
     files_lib.check_writable("directory", os.fspath(path), create=False)
     if steps.number_of(path) is not None:
       raise ValueError(
@@ -280,8 +282,8 @@ class Checkpointer:
     if there and step < there[-1] and step not in there:
       raise ValueError(
         f"step={step} cannot be saved in {self.directory}, which has step "
-        f"{there[-1]}: restoring reads the latest step. Move later steps "
-        "away, or use another directory."
+        f"{there[-1]}: restoring reads the latest step. Use another "
+        "directory, or close the Checkpointer and move later steps away."
       )
     composite = items_lib.save_args(state, plain_item=self._plain_item)
     if step in there:

@@ -164,7 +164,7 @@ def metadata(
     "processes": jax.process_count(),
     "devices": None if mesh is None else mesh.size,
     "mesh": None if mesh is None else dict(mesh.shape),
-    "config": None if config is None else dict(config),
+    "config": config,
   }
 
 

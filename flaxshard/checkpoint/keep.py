@@ -42,7 +42,7 @@ class Keep(checkpoint_managers.PreservationPolicy):
 
   def __post_init__(self) -> None:
     for name in ("max_to_keep", "keep_every", "keep_best"):
-      if getattr(self, name) is not None:
+      if getattr(self, name) is not None or name == "keep_best":
         checks.integer(name, getattr(self, name), minimum=1)
     checks.one_of("best_mode", self.best_mode, ("max", "min"))
     is_default = (self.keep_best, self.best_mode) == (1, "max")

@@ -179,8 +179,8 @@ def open_unverified(where: Any, plain_item: str | None = None) -> Leaves:
     # Another program names its items as it likes: nothing is lost.
     raise (ValueError if others else step_files.Damaged)(
       f"{where} has no train state in an item {' or '.join(map(repr, names))}, "
-      f"only {', '.join(map(repr, others)) or 'no items'}: plain_item is the "
-      "name of the item to restore."
+      f"only {', '.join(map(repr, others)) or 'no items'}: plain_item of "
+      "checkpoint.restore, or item of init_from, names the one to read."
     )
   leaves = _orbax_leaves(plain)
   if step_files.WRAPPERS in there:

@@ -310,9 +310,11 @@ class _Plan:
     useful = {}
     for path, x in trees.leaves_by_path(template).items():
       leaf, shape = found.get(path), shapes[path]
-      if leaf is None or leaf.dtype != x.dtype:
+      if leaf is None:
         continue
-      if leaf.shape == shape == x.shape or (not shape and len(leaf.shape) < 2):
+      if shape == x.shape and not _difference({path: leaf}, {path: x}):
+        useful[path] = leaf, x
+      elif not shape and len(leaf.shape) < 2 and leaf.dtype == x.dtype:
         # The mesh may not divide another number of replicas.
         like = x if leaf.shape == x.shape else self._template.step
         useful[path] = leaf, like.update(shape=leaf.shape, dtype=x.dtype)

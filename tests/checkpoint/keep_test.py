@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from flaxshard import checkpoint
-from flaxshard import train
+import flaxshard as fs
 from flaxshard.checkpoint import keep
 
 NAN = float("nan")
@@ -22,7 +21,7 @@ def steps_on_disk(path):
 
 def save_all(path, scores, **kwargs):
   """Saves a step for each score, all in one process."""
-  with checkpoint.Checkpointer(path, best_metric="a", **kwargs) as checkpointer:
+  with fs.Checkpointer(path, best_metric="a", **kwargs) as checkpointer:
     for step, score in scores.items():
       checkpointer.save(step, states.weights(step), metrics={"a": score})
 
@@ -66,21 +65,19 @@ def test_metrics_are_read_after_a_restart(tmp_path):
   # The best, the newest finite and the newest one.
   assert steps_on_disk(tmp_path) == [2, 3, 4]
   for mode, best in (("max", 2), ("min", 3)):
-    with checkpoint.Checkpointer(
-      tmp_path, best_metric="a", best_mode=mode
-    ) as checkpointer:
-      assert checkpointer.best_step() == best
+    with fs.Checkpointer(tmp_path, best_metric="a", best_mode=mode) as reader:
+      assert reader.best_step() == best
 
 
 def test_nonfinite_metrics_are_null_on_disk(tmp_path):
   metrics = {"loss": jnp.float32(0.25), "nan": NAN, "count": 3, "none": None}
   # They are saved even though no metric ranks the checkpoints yet.
-  with checkpoint.Checkpointer(tmp_path) as checkpointer:
+  with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(7, states.weights(), metrics=metrics)
     assert checkpointer.best_step() is None
   written = json.loads((tmp_path / "7" / "metrics" / "metrics").read_text())
   assert written == {"loss": 0.25, "nan": None, "count": 3, "none": None}
-  with checkpoint.Checkpointer(tmp_path, best_metric="nan") as checkpointer:
+  with fs.Checkpointer(tmp_path, best_metric="nan") as checkpointer:
     assert checkpointer.best_step() is None
 
 
@@ -99,7 +96,7 @@ def test_loop_keeps_the_best_and_saves_by_the_clock(tmp_path):
     keep_every_steps=4,
     max_to_keep=2,
   )
-  train.train_and_evaluate(config, str(tmp_path))
+  fs.train.train_and_evaluate(config, str(tmp_path))
   rows = tiny.rows(tmp_path)
   losses = {r["step"]: r["eval_loss"] for r in rows if "eval_loss" in r}
   assert sorted(losses) == [2, 4, 6]

@@ -255,24 +255,32 @@ def test_restores_four_replicas_as_one_and_back(tmp_path, caplog):
 class CountsPerReplica(fs.wrappers.Base):
   """Counts the steps of each replica; has no `restart`."""
 
+  seed: int = 0
+  name = "counts"
+
   def init(self, params, tx):
-    del params, tx
-    return {"steps": jnp.zeros((), jnp.int32)}
+    return {"steps": jnp.zeros((), jnp.int32), "key": jax.random.key(self.seed)}
 
   def specs(self, state):
-    return jax.tree.map(lambda _: P("replica"), state)
+    return {"steps": P("replica"), "key": P()}
 
 
-def test_wrapper_without_restart_on_other_replicas_raises(tmp_path):
-  with fs.Checkpointer(tmp_path) as checkpointer:
-    state = create_linear(2, CountsPerReplica())
-    checkpointer.save(1, state)
-    checkpointer.restore(state)
-    with pytest.raises(
-      ValueError,
-      match=r"/1 .*'counts_per_replica'.* `restart` .*: shape \(2,\), .*\(1,\)",
-    ):
-      checkpointer.restore(create_linear(1, CountsPerReplica()))
+class Restarts(CountsPerReplica):
+  def restart(self, state, target, saved):
+    return saved
+
+
+def test_wrapper_on_other_replicas_restarts_or_raises(tmp_path):
+  state = create_linear(2, CountsPerReplica(seed=5))
+  states.write_ours(tmp_path, state)
+  fs.checkpoint.restore(tmp_path, state)
+  words = r" 'counts'.* `restart` .*: steps: shape \(2,\), .*\(1,\)"
+  with pytest.raises(ValueError, match=words):
+    fs.checkpoint.restore(tmp_path, create_linear(1, CountsPerReplica()))
+  # It gets the replicated leaves, and the scalars of the first replica.
+  one = fs.checkpoint.restore(tmp_path, create_linear(1, Restarts()))
+  own = {"steps": jnp.zeros(1, jnp.int32), "key": jax.random.key(5)}
+  assert_trees_equal(one.wrapper_states["counts"], own)
 
 
 # Prints how much memory a restore takes at its peak beyond that before it.

@@ -164,9 +164,8 @@ def test_restores_states_of_nested_optimizers(tmp_path):
   states.write_ours(tmp_path / "ours", plain_states.changed(ours))
   template = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
   with ocp.CheckpointManager(tmp_path / "ours") as manager:
-    restored = manager.restore(
-      plain_states.STEP, args=ocp.args.StandardRestore(template)
-    )
+    args = ocp.args.StandardRestore(template)
+    restored = manager.restore(plain_states.STEP, args=args)
   plain_states.assert_same_fields(restored, plain_states.changed(ours))
 
 
