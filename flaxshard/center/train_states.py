@@ -25,7 +25,7 @@ from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center.heads import Arrays
 from flaxshard.core import extra_arguments
-from flaxshard.core import indexed_slices
+from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.state.train_state import TrainState
@@ -289,10 +289,9 @@ class Layout:
     local = {_local_path(path): x for path, x in center.items()}
     if blend := self.agn.transport.blend:
       for path in center.keys() & self.sums.keys():
-        mine = found[_local_path(path)]
-        dtype = indexed_slices.accumulator_dtype(mine.dtype)
-        a, b = (np.asarray(x, dtype) for x in (mine, center[path]))
-        local[_local_path(path)] = blend * a + (1 - blend) * b
+        both = found[_local_path(path)], center[path]
+        mine, common = (gradients.widen(np.asarray(x)) for x in both)
+        local[_local_path(path)] = blend * mine + (1 - blend) * common
     commits = own.commits + (fragment == len(self.fragments) - 1)
     return _with_leaves(
       state, {**center, **local}, versions=versions, commits=commits

@@ -21,7 +21,6 @@ from flaxshard.replicas import rows
 from flaxshard.replicas import values
 from flaxshard.wrappers import base
 from flaxshard.wrappers.accumulate import Accumulate
-from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.ema import EMA
 from flaxshard.wrappers.loss_scale import LossScale
 
@@ -70,7 +69,7 @@ def check(wrappers: Iterable[base.Base]) -> Wrappers:
 
 def _conflict(outer: base.Base, inner: base.Base) -> str | None:
   """Returns why a wrapper may not stand inside of another one, if so."""
-  if outer.reduces == "local" or isinstance(outer, AGN):
+  if outer.reduces == "local" or outer.commits_to_store:
     if inner.reduces != "before" or isinstance(inner, (Accumulate, EMA)):
       return "whose steps are not those of the center"
   if inner.reduces == "inside" and outer.reduces == "self":

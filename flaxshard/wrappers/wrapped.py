@@ -55,8 +55,7 @@ def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
   wrappers = stack.check(wrappers)
   if any(w.commits_to_store for w in wrappers):
     raise ValueError(
-      "wrappers: AGN with transport='store' needs a TrainState, whose steps "
-      "flaxshard.Worker commits."
+      "wrappers: AGN(transport='store') needs a TrainState, and fs.Worker."
     )
   return Wrapped(tx, wrappers)
 
