@@ -622,7 +622,8 @@ class TrainState(flax_train_state.TrainState):
 
     Returns:
       A state with the same step, parameters, optimizer state and collections,
-      without wrappers and their states. A `PerReplica` in them is averaged.
+      without wrappers and their states. A `PerReplica` in them is averaged;
+      one of integers, booleans or PRNG keys is that of replica 0.
       What a wrapper has not committed, as the local steps of `AGN` since the
       last commit, is not part of it: a UserWarning says so.
 
