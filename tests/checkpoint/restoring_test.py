@@ -13,8 +13,8 @@ from flax import nnx
 from flax import serialization
 import flax.linen as nn
 from flax.training import checkpoints as flax_checkpoints
-from flax.training import dynamic_scale as dynamic_scale_lib
 from flax.training import train_state as flax_train_state
+from flax.training.dynamic_scale import DynamicScale
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -266,9 +266,6 @@ class FlaxState(flax_train_state.TrainState):
   """As in Flax's ImageNet and WMT examples."""
 
   dynamic_scale: Any = None
-
-
-DynamicScale = dynamic_scale_lib.DynamicScale
 
 
 @pytest.mark.parametrize(

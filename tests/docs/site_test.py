@@ -111,7 +111,7 @@ def test_addresses_of_the_web_lead_to_files_and_pages():
   assert re.search(site + r"guides/training\.html", program)
 
 
-# The headings of docs/troubleshooting have messages of the code.
+# The headings of troubleshooting pages have messages of the code.
 
 
 def _constants():
@@ -124,7 +124,8 @@ def _constants():
 
 def test_messages_in_headings_exist():
   constants = "\n".join(_constants())
-  for path in (_DOCS / "troubleshooting").glob("*.md"):
+  folder = _DOCS / "troubleshooting"
+  for path in (folder.with_suffix(".md"), *folder.glob("*.md")):
     outputs = " ".join(x.text for x in page_blocks.read(path).blocks)
     known = " ".join(outputs.split()) + "\n" + constants
     headings = re.findall(r"^### .*$", path.read_text(), re.M)
