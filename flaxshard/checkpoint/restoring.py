@@ -310,11 +310,9 @@ class _Plan:
     useful = {}
     for path, x in trees.leaves_by_path(template).items():
       leaf, shape = found.get(path), shapes[path]
-      if leaf is None:
-        continue
-      if shape == x.shape and not _difference({path: leaf}, {path: x}):
+      if leaf and shape == x.shape and not _difference({path: leaf}, {path: x}):
         useful[path] = leaf, x
-      elif not shape and len(leaf.shape) < 2 and leaf.dtype == x.dtype:
+      elif leaf and leaf.dtype == x.dtype and not shape and len(leaf.shape) < 2:
         # The mesh may not divide another number of replicas.
         like = x if leaf.shape == x.shape else self._template.step
         useful[path] = leaf, like.update(shape=leaf.shape, dtype=x.dtype)

@@ -62,23 +62,24 @@ def check(wrappers: Iterable[base.Base]) -> Wrappers:
       if reason := _conflict(outer, wrapper):
         raise ValueError(
           f"wrappers[{i}]: {wrapper.name!r} may not be inside of "
-          f"{outer.name!r}, {reason}: put {wrapper.name!r} first."
+          f"{outer.name!r}, {reason}."
         )
   return wrappers
 
 
 def _conflict(outer: base.Base, inner: base.Base) -> str | None:
-  """Returns why a wrapper may not stand inside of another one, if so."""
+  """Returns why a wrapper may not stand inside of another one, and what may."""
+  remedy = f"put {inner.name!r} first"
   if outer.reduces == "local" or outer.commits_to_store:
     if inner.reduces != "before" or isinstance(inner, (Accumulate, EMA)):
-      return "whose steps are not those of the center"
+      return f"whose steps are not those of the center: {remedy}"
   if inner.reduces == "inside" and outer.reduces == "self":
-    return "which has reduced the gradients of each batch already"
+    return f"which has reduced the gradients of each batch already: {remedy}"
   if isinstance(outer, Accumulate):
     if isinstance(inner, LossScale) and inner.skips_steps:
-      return "which would add gradients that overflow"
+      return f"which would add gradients that overflow: {remedy}"
     if inner.reduces in ("self", "local") and not outer.per_replica:
-      return "which adds gradients that are reduced (per_replica=False)"
+      return "which adds reduced gradients: it needs per_replica=True"
   return None
 
 

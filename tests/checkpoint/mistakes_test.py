@@ -92,6 +92,7 @@ MISTAKES = [
   (save(create, **MISSPELT), ValueError, "'accuracy'.* 'acuracy'"),
   (save(create, max_to_keep=0), ValueError, "max_to_keep.* 0"),
   (save(create, best_mode="min"), ValueError, "best_mode need best_metric"),
+  (save(create, keep_best=None), TypeError, "keep_best.* None"),
   (save(create, plain_item="zzz"), ValueError, "plain_item.* 'zzz'"),
   (save(create, config={"a": object()}), TypeError, "config: .*JSON"),
   (save(create, path="digits/checkpoints/3"), ValueError, "one checkpoint"),

@@ -151,7 +151,8 @@ MISTAKES = [
   (lambda: create(fs.AGN(), SUM), ValueError, "put 'accumulate' first"),
   (lambda: create(CROSS, OWN_SUM), ValueError, "put 'accumulate' first"),
   (lambda: create(SUM, fs.LossScale()), ValueError, "put 'loss_scale' first"),
-  (lambda: create(SUM, CROSS), ValueError, r"=False\): put 'cross_shard'"),
+  (lambda: create(SUM, CROSS), ValueError, "'accum.* needs per_replica=True"),
+  (lambda: create(SUM, fs.AGN()), ValueError, "'agn'.* per_replica=True"),
   # Replicas.
   (lambda: create(FOUR, strategy=TWO), ValueError, "the 2 replicas, 0 to 1"),
   (groups_of_four_in_run_of_two, ValueError, "the 2 replicas, 0 to 1"),
