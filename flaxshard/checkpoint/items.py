@@ -268,9 +268,9 @@ def check_state(state: Any) -> None:
   for s in by_name(state).values() or [state]:
     if not isinstance(s, TrainState):
       raise TypeError(
-        "state must be a flaxshard TrainState, as flaxshard.TrainState.create "
-        f"returns with the arguments of Flax's, got {checks.describe(s)} of "
-        f"{type(s)}."
+        "state must be a flaxshard TrainState, as TrainState.create (with the "
+        "arguments of Flax's) and nnx.Optimizer.train_state(model) return, got "
+        f"{checks.describe(s)} of {type(s)}."
       )
 
 

@@ -207,20 +207,20 @@ def trained(
   return jax.tree_util.tree_map_with_path(choose, tree, is_leaf=is_leaf)
 
 
-def tables(tx: Any, tree: PyTree) -> list[trees.Path]:
-  """Returns the paths of the tables whose rows an optimizer updates.
+def tables(tx: Any, tree: PyTree) -> dict[trees.Path, Any]:
+  """Returns the tables whose rows an optimizer updates, by path.
 
   Args:
     tx: An optimizer.
     tree: The parameters, or their gradients.
   """
   if not isinstance(tx, SparseRows):
-    return []
-  return [
-    path
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {}
+  return {
+    path: x
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     if matches(tx.patterns, tree, path) and not matches(tx.frozen, tree, path)
-  ]
+  }
 
 
 def matching(patterns: Sequence[str], params: PyTree) -> PyTree:

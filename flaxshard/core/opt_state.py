@@ -75,8 +75,10 @@ def init(tx: Any, params: PyTree) -> PyTree:
 
 def check_tx(tx: Any, argument: str = "tx") -> None:
   """Raises a TypeError unless `tx` is an optax optimizer."""
-  # By attribute, because optax.MultiSteps is no GradientTransformation.
-  if hasattr(tx, "init") and callable(getattr(tx, "update", None)):
+  # By attribute, because optax.MultiSteps is no GradientTransformation. What
+  # `flaxshard.wrap` returns has one more, and its update returns parameters.
+  is_wrapped = hasattr(tx, "value_and_grad")
+  if hasattr(tx, "init") and hasattr(tx, "update") and not is_wrapped:
     return
   hint = f" Call it: {tx.__name__}(1e-3)." if inspect.isfunction(tx) else ""
   raise TypeError(

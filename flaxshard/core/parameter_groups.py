@@ -15,6 +15,7 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
 
@@ -190,7 +191,8 @@ def check_factors(argument: str, factors: Any) -> tuple[tuple[str, float], ...]:
 
 
 def _check_order(function: str, tx: Any, *outer: type[Any]) -> None:
-  """Raises if `tx` is a result of a function that must be called later."""
+  """Raises if `tx` is no optimizer, or one of a function to call later."""
+  opt_state_lib.check_tx(tx, f"{function}: tx")
   if isinstance(tx, outer):
     raise ValueError(
       f"{function}: tx is a result of {tx.function}; call {tx.function} last: "

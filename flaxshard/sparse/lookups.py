@@ -76,7 +76,7 @@ def value_and_grad(
   for leaf, eqn in trial.dense.items():
     checks.warn(_describe_dense(trees.path_string(flat[leaf][0]), eqn))
   wanted = [i for i in wanted if i not in trial.dense]
-  found = [(i, rows.shape) for i, _, rows in trial.lookups if i in wanted]
+  found = [(i, shape) for i, shape in trial.found if i in wanted]
 
   def tapped(trained: tuple[dict[int, Any], list[jax.Array]]) -> Any:
     others, taps = trained
@@ -85,26 +85,21 @@ def value_and_grad(
       program, [others.get(i, x) for i, x in enumerate(leaves)], wanted
     )
     value, aux = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-    return value, (aux, [used for _, used, _ in evaluation.lookups])
+    return value, (aux, evaluation.used)
 
   others = {i: x for i, x in enumerate(leaves) if i not in wanted}
   taps = [jnp.zeros(shape, leaves[i].dtype) for i, shape in found]
   (value, (aux, used)), (grads, rows) = differentiate(tapped, (others, taps))
   for i in wanted:
-    grads[i] = _no_rows(leaves[i])
+    x = leaves[i]
+    no_rows = jnp.zeros(0, _index_dtype(x.shape[0]))
+    grads[i] = IndexedSlices(no_rows, x[:0], x.shape)
   # As a backward pass has them: the last lookup first.
   for (i, _), indices, g in reversed([*zip(found, used, rows, strict=True)]):
     x = leaves[i]
     grads[i] += IndexedSlices(indices, g.astype(x.dtype), x.shape)
   new = [grads[i] for i in range(len(leaves))]
   return (value, aux), jax.tree.unflatten(treedef, new)
-
-
-def _no_rows(table: Any) -> IndexedSlices:
-  """Returns the gradient of a table of which no row is looked up."""
-  indices = jnp.zeros(0, _index_dtype(table.shape[0]))
-  values = jnp.zeros((0, *table.shape[1:]), table.dtype)
-  return IndexedSlices(indices, values, table.shape)
 
 
 def _describe_dense(path: str, eqn: Any) -> str:
@@ -149,14 +144,17 @@ class _Evaluation:
   """Evaluates a program with taps behind the lookups of its tables.
 
   Attributes:
-    taps: The taps in the order of the lookups; None leaves them out.
-    lookups: The lookups so far: table, row numbers and rows.
+    taps: The taps in the order of the lookups; None for a trial, which keeps no
+      arrays: JAX would report a leaked tracer.
+    found: The lookups of a trial: their tables, and the shapes of their rows.
+    used: With taps, the row numbers of the lookups.
     dense: The tables that were used in another way, and the equation.
   """
 
   def __init__(self, taps: Iterator[jax.Array] | None):
     self.taps = taps
-    self.lookups: list[tuple[int, jax.Array, jax.Array]] = []
+    self.found: list[tuple[int, tuple[int, ...]]] = []
+    self.used: list[jax.Array] = []
     self.dense: dict[int, Any] = {}
 
   def run(
@@ -175,10 +173,11 @@ class _Evaluation:
       if lookup is None:
         return array
       values = _take(array, lookup)
-      self.lookups.append((leaf, lookup.used, values))
-      if self.taps is not None:
-        values = _attach(values, next(self.taps))
-      return values
+      if self.taps is None:
+        self.found.append((leaf, values.shape))
+        return values
+      self.used.append(lookup.used)
+      return _attach(values, next(self.taps))
 
     return _Table(leaf, rows)
 

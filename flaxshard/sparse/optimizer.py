@@ -288,7 +288,7 @@ def _try_rows(
   ) -> list[jax.Array]:
     params, grads = [], []
     for (path, _), x in zip(shapes, arrays, strict=True):
-      is_table = path in tables
+      is_table, x = path in tables, jnp.asarray(x)
       params.append(x[:rows] if is_table else x)
       grads.append(scale * (x.at[2].set(0)[:rows] if is_table else x))
     params, grads = treedef.unflatten(params), treedef.unflatten(grads)
@@ -352,17 +352,16 @@ def wrap(tx: Any, sparse: Any, semantics: Any) -> Any:
   return tx
 
 
-def _find_tables(tx: SparseRows, params: PyTree) -> list[trees.Path]:
-  """Returns the paths of the tables that are trained.
+def _find_tables(tx: SparseRows, params: PyTree) -> dict[trees.Path, Any]:
+  """Returns the tables that are trained, by path.
 
   Raises:
     PatternError: A pattern matches no parameter, or one that is no table.
   """
   patterns_lib.check_used(tx.argument, tx.patterns, trees.names(params))
   tables = gradients.tables(tx, params)
-  by_path = dict(jax.tree_util.tree_leaves_with_path(params))
-  for path in tables:
-    dtype, shape = trees.dtype_of(by_path[path]), jnp.shape(by_path[path])
+  for path, x in tables.items():
+    dtype, shape = trees.dtype_of(x), jnp.shape(x)
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.floating):
       name = trees.path_string(path)
       pattern: Any = patterns_lib.first_match(tx.patterns, name)

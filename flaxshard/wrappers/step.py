@@ -432,7 +432,7 @@ def _keep_rows(tx: Any, wrappers: Wrappers, hook: str, grads: PyTree) -> PyTree:
   names = lambda paths: ", ".join(map(trees.path_string, paths))
   takes = lambda w: w.takes_indexed_slices or not stack.overrides(w, hook)
   if refusing := [w.name for w in wrappers if not takes(w)]:
-    kept = []
+    kept = {}
     checks.warn(
       f"wrapper {refusing[0]!r}: {hook} takes no IndexedSlices: the gradients "
       f"of {names(found)} become whole arrays, and the step updates whole "

@@ -107,6 +107,7 @@ MISTAKES = [
   (lambda: freeze("^encodr/"), ValueError, "patterns[0]='^encodr/' 'encoder'"),
   (lambda: freeze("encoder", "encoder/w"), ValueError, "[1]='encoder/w'"),
   (lambda: fs.freeze(SGD, "^head/"), ValueError, "patterns '^head/'"),
+  (lambda: fs.freeze(optax.sgd, ["w"]), TypeError, "freeze: tx sgd(1e-3)"),
   (lambda: rates(("haed", 2.0)), ValueError, "factors[0]='haed' 'head'"),
   (lambda: rates(("head", 0.0)), ValueError, "factors[0] above got 0"),
   (lambda: fs.scale_learning_rates(FROZEN, [("w", 2)]), ValueError, "freeze l"),

@@ -119,7 +119,8 @@ def compiled():
       found[name] = [str(w.message) for w in caught]
     return results
 
-  return jax.device_get(jax.jit(run)(TABLE, BIAS)), found
+  with jax.checking_leaks():
+    return jax.device_get(jax.jit(run)(TABLE, BIAS)), found
 
 
 @pytest.mark.parametrize("name", LOOKUPS)

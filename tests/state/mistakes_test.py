@@ -82,6 +82,7 @@ def call(state):
 MISTAKES = [
   # The creation.
   (lambda: create(tx=optax.adam), TypeError, r"tx .*adam\(1e-3\)"),
+  (lambda: create(tx=fs.wrap(ADAM)), TypeError, "tx .*Wrapped"),
   (lambda: create([fs.LoRA(2)]), TypeError, "lora="),
   (lambda: create(batch_stats={"m": "x"}), TypeError, r"batch_stats\[m\]"),
   (lambda: create(wrapers=DYNAMIC), TypeError, "wrapers"),
