@@ -268,8 +268,8 @@ def check_state(state: Any) -> None:
   for s in by_name(state).values() or [state]:
     if not isinstance(s, TrainState):
       raise TypeError(
-        "state must be a flaxshard TrainState, as TrainState.create (with the "
-        "arguments of Flax's) and nnx.Optimizer.train_state(model) return, got "
+        "state must be that of flaxshard.TrainState.create, with the arguments "
+        "of Flax's, or of nnx.Optimizer.train_state(model), got "
         f"{checks.describe(s)} of {type(s)}."
       )
 
