@@ -57,7 +57,7 @@ def agree(
     raise ValueError(
       f"Worker: {path} is {here!r} here, and {there!r} in the run in "
       f"{objects.url}. All workers need the same. For another run use another "
-      "directory."
+      "directory, or remove this center."
     )
 
 
