@@ -44,7 +44,7 @@ import virtual_network
 import flaxshard as fs
 from flaxshard import data as data_lib
 from flaxshard import models
-from flaxshard.center import facts
+from flaxshard.center import heads
 from flaxshard.center import merge
 from flaxshard.center.store import Objects
 from flaxshard.core.policy import Policy
@@ -287,10 +287,10 @@ def serve_bucket(folder: pathlib.Path, host: int, method: Method) -> None:
   if method.synchronizer:
     # What `flaxshard --synchronize` does for a run with a config.
     objects = Objects(f"{_DIRECTORY}/center")
-    while facts.read(objects) is None:
+    while not heads.read(objects, has_begun=False).heads:
       time.sleep(0.1)
     state = create_state(method, *load(1)[::2])
-    merge.synchronize(objects, state, lambda: False)
+    merge.synchronizer(objects, state)
   server.wait()
 
 

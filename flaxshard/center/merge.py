@@ -13,8 +13,7 @@ When it ends, the workers merge again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-import contextlib
+from collections.abc import Sequence
 import dataclasses
 import logging
 import time
@@ -32,9 +31,6 @@ _log = logging.getLogger("flaxshard")
 
 # The pause between two looks for commits, as a multiple of what a look takes.
 _PAUSE_LOOKS = 4.0
-
-# The pause between two looks of the synchronizer whether the run has ended.
-_SYNCHRONIZER_SECONDS = 0.2
 
 # Seconds between two deletions of older versions: somebody may be about to read
 # one from far away.
@@ -156,25 +152,14 @@ class Merger:
         self.objects.delete_before(key)
 
 
-def synchronize(
-  objects: store.Objects, state: Any, should_stop: Callable[[], bool]
-) -> None:
-  """Merges commits until the run has ended, as its synchronizer.
+def synchronizer(objects: store.Objects, state: Any) -> Merger:
+  """Returns a merger that trains nothing, for as long as it is not closed.
 
   Args:
     objects: The store.
     state: A train state like those of the workers, or its shapes and dtypes.
-    should_stop: Returns True when this process shall stop, as after a signal.
-
-  Raises:
-    StoreError: The store cannot be read or written at the start.
-    DamagedError: The center is damaged.
   """
   layout = Layout(state)
   members = Members(objects, SYNCHRONIZER, 0, layout.agn.transport)
   _log.info("merging the commits of the workers in %s", objects.url)
-  with contextlib.closing(Merger(objects, layout, members)) as merger:
-    while not should_stop():
-      if merger.watch.has_ended(_SYNCHRONIZER_SECONDS):
-        _log.info("the run has ended")
-        return
+  return Merger(objects, layout, members)

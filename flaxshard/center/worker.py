@@ -213,7 +213,8 @@ class Worker:
         NaN or infinity. They are not sent.
       DamagedError: The center in the store is damaged.
       RuntimeError: The worker was not started, is closed, or was started again
-        in another process; or the state is an older one.
+        in another process; or the state is an older one, or one of several
+        steps.
     """
     self._check_running("commit")
     checks.number("Worker: examples", examples, above=0)
@@ -440,14 +441,17 @@ class Worker:
     """
     self._ask()
     own = train_states.find(state)[1]
-    if own.sent.tolist() != self._sent:
+    sent, step = own.sent.tolist(), int(own.local_step)
+    if sent != self._sent or step > self._last_step:
       raise RuntimeError(
-        f"Worker: the steps up to {min(self._sent)} would be committed again. "
-        "Go on with the state that start, commit and settle return; an older "
-        "one, as of a checkpoint, needs a new Worker."
+        f"Worker: the state is at local step {step} and has committed those up "
+        f"to {min(sent)}, where {self._last_step} and {min(self._sent)} are "
+        "expected. Call commit after each step, and go on with the state that "
+        "start, commit and settle return; an older one, as of a checkpoint, "
+        "needs a new Worker."
       )
     # Steps that were skipped, or are accumulated, do not count.
-    self._last_step = int(own.local_step)
+    self._last_step = step
     for fragment in self._due():
       state = self._send(state, fragment)
     for fragment, exchange in [*self._exchanges.items()]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import sys
 import time
 from typing import Any
 
@@ -30,7 +31,8 @@ from flaxshard.train import setup as setup_lib
 
 _log = logging.getLogger(__name__)
 
-# Seconds until `synchronize` looks again whether a worker has come.
+# Seconds until `synchronize` looks again whether a worker has come, or the run
+# has ended.
 _PAUSE_SECONDS = 0.2
 
 
@@ -186,25 +188,26 @@ def synchronize(workdir: str) -> None:
   workdir = files.absolute(workdir)
   files.check_writable("workdir", workdir, create=False)
   objects = store.Objects(store.center_url(workdir))
-  signums: list[int] = []
   for signum in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(signum, lambda signum, frame: signums.append(signum))
+    signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
   with console.show_log():
     has_begun = lambda: heads.read(objects, has_begun=False).heads
     if not has_begun():
       _log.info("waiting for the first worker in %s", objects.url)
-    while not (signums or has_begun()):
+    while not has_begun():
       time.sleep(_PAUSE_SECONDS)
-    if not signums:
-      facts = facts_lib.read(objects)
-      if "config" not in facts:
-        raise ValueError(
-          "--synchronize needs a run from a config: the workers of this one "
-          "have a loop of their own, and merge themselves."
-        )
-      # One device, whatever the workers have.
-      config = {**facts["config"], "mesh": {"replica": 1}}
-      setup = load.plan(config_lib.check(config), facts["example"])
-      merge.synchronize(objects, setup.abstract_state, lambda: bool(signums))
-    if signums:
-      raise SystemExit(128 + signums[0])
+    facts = facts_lib.read(objects)
+    if "config" not in facts:
+      raise ValueError(
+        "--synchronize needs a run from a config: the workers of this one "
+        "have a loop of their own, and merge themselves."
+      )
+    # One device, whatever the workers have.
+    config = {**facts["config"], "mesh": {"replica": 1}}
+    setup = load.plan(config_lib.check(config), facts["example"])
+    merger = merge.synchronizer(objects, setup.abstract_state)
+    with contextlib.closing(merger):
+      # A signal is handled between two looks.
+      while not merger.watch.has_ended(_PAUSE_SECONDS):
+        pass
+      _log.info("the run has ended")

@@ -109,11 +109,15 @@ def test_calls_in_the_wrong_order():
     one.start(state)
     with pytest.raises(RuntimeError, match="start was called before"):
       one.start(state)
-    with pytest.raises(RuntimeError, match="up to 2 would be committed again"):
+    with pytest.raises(RuntimeError, match=r"step 4 .* 0, where 4 and 2"):
       for _ in range(4):
         state = step(state, np.float32(1))
         one.commit(state)
   check_calls()
+  with worker(0, 1) as one:
+    state = step(one.start(create()), np.float32(1))
+    with pytest.raises(RuntimeError, match=r"step 3 .* 0, where 2 and 0"):
+      train(one, state, [1, 1])
 
 
 def test_should_stop_ends_every_wait(caplog, monkeypatch):
@@ -339,23 +343,19 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
 
 
 def test_a_synchronizer_merges_in_a_bucket_of_s3_while_it_lives():
-  state, stops = create(agn(commit="sum")), threading.Event()
+  state = create(agn(commit="sum"))
   with (
     bucket_servers.start_s3() as server,
     Workers([state] * 2, step, "s3://bucket/run") as group,
   ):
     center = store.Objects("s3://bucket/run/center")
-    synchronizer = threading.Thread(
-      target=merge.synchronize, args=(center, state, stops.is_set)
-    )
-    synchronizer.start()
+    synchronizer = merge.synchronizer(center, state)
     while any(worker._members.merges(0) for worker in group.workers):
       time.sleep(0.05)
     for i in range(4):
       if i == 2:
         # The workers merge again.
-        stops.set()
-        synchronizer.join()
+        synchronizer.close()
       group.step([np.float32(1), np.float32(2)])
     states = group.finish()
     assert [float(state.params["b"]) for state in states] == [8 - 3 - 3] * 2
