@@ -268,7 +268,9 @@ def run_loop(
   )
   # The outputs are carried, not stacked: only those of the last step are
   # returned.
-  zeros = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), outputs)
+  zeros = jax.tree.map(
+    lambda x: jax.lax.full(x.shape, 0, x.dtype, sharding=x.sharding), outputs
+  )
   (state, outputs), _ = jax.lax.scan(
     lambda carry, batch: (step(carry[0], batch), None),
     (state, zeros),

@@ -83,7 +83,6 @@ def test_each_replica_splits_its_tensor_in_run(s):
   sides = [[2 * n for n in pieces] for pieces in partitions]
   xs = [np.arange(2 * np.prod(n)).reshape(2, *n) for n in sides]
 
-  @s.jit
   def split_and_undo(xs):
     split = [
       s.split_to_logical_devices(x[0] * 3, pieces)
@@ -91,12 +90,15 @@ def test_each_replica_splits_its_tensor_in_run(s):
     ]
     return split, [s.replicate_to_logical_devices(x) / 3 for x in split]
 
-  split, undone = split_and_undo([put_batch(s, x) for x in xs])
-  for x, y, z in zip(xs, split, undone, strict=True):
-    np.testing.assert_array_equal(y, 3 * x)
-    np.testing.assert_array_equal(z, x)
-    assert shard_shapes(y.value) == {(1, *[2] * (x.ndim - 1))}
-    assert shard_shapes(z.value) == {(1, *x.shape[1:])}
+  args = [put_batch(s, x) for x in xs]
+  once = s.run(split_and_undo, (args,))
+  _, last = s.run_steps(lambda n, xs: (n, split_and_undo(xs)), 0.0, [args] * 2)
+  for split, undone in (once, last):
+    for x, y, z in zip(xs, split, undone, strict=True):
+      np.testing.assert_array_equal(y, 3 * x)
+      np.testing.assert_array_equal(z, x)
+      assert shard_shapes(y.value) == {(1, *[2] * (x.ndim - 1))}
+      assert shard_shapes(z.value) == {(1, *x.shape[1:])}
 
 
 def test_split_keeps_the_split_of_other_dimensions_over_replicas():
@@ -227,10 +229,8 @@ def test_eager_gradients_are_on_the_devices_of_the_parameters():
 
 def test_traced_gradients():
   grads = lambda f, x: jax.vmap(jax.grad(f), (None, 0))(W, x)
-  staged, wanted = (
-    functools.partial(grads, two_stages),
-    grads(one_stage, X / 32),
-  )
+  staged = functools.partial(grads, two_stages)
+  wanted = grads(one_stage, X / 32)
   assert_trees_close(jax.jit(staged)(put_batch(S, X / 32)), wanted)
   with jax.set_mesh(S.mesh):
     assert_trees_close(staged(X / 32), wanted)
