@@ -27,7 +27,7 @@ its traceback. The run writes to the workdir:
   events.out.*       the same metrics for TensorBoard
   training.png       loss, accuracy, learning rate and others over the steps
   config.json        the config of the run
-  data.json          the number of training examples
+  data.json          the number of training examples and the shapes of one
   profile/           a trace, with --config.profile_steps='(10, 20)'
 
 The same command again continues from the last checkpoint. In the workdir of a
