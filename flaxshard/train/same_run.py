@@ -239,7 +239,7 @@ def restore_or_create(
   Raises:
     ValueError: The checkpoint has another model or another data order, or a
       finished run would pass for one of a changed config; or that of
-      `config.init_from` does not fit the model.
+      `config.init_from` does not fit the model. Or a new state cannot be saved.
   """
   config = setup.config
   latest_step = checkpointer.latest_step()
@@ -256,6 +256,7 @@ def restore_or_create(
       given["item"] = given["item"] or None
       with registry.errors_name("config.init_from"):
         state = checkpoint.init_from(state, **given)[0]
+    checkpoint.save_args(state)  # raises if it can never be saved
     return state, 0
   with multihost.raise_on_all_processes(ValueError):
     if jax.process_index() == 0:

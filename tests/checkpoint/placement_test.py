@@ -162,12 +162,8 @@ def test_fresh_leaves_share_no_memory_with_those_that_were_read(saved):
 X = np.random.default_rng(0).normal(size=(8, 8, 2)).astype(np.float32)
 
 
-OUTER = fs.AGN(
-  3,
-  commit="mean",
-  commit_delta=True,
-  outer_tx=optax.sgd(0.7, momentum=0.9, nesterov=True),
-)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+OUTER = fs.AGN(3, commit="mean", commit_delta=True, outer_tx=NESTEROV)
 
 
 def create_linear(replicas, *wrappers, seed=0):

@@ -39,6 +39,14 @@ class TwoOutputs(WrongLogits):
     return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1)), x
 
 
+def empty(num_classes, policy):
+  """Returns a model whose parameters have no elements, but for a bias."""
+  zeros = nn.initializers.zeros
+  hidden = nn.Dense(0, kernel_init=zeros)
+  head = nn.Dense(num_classes, kernel_init=zeros)
+  return nn.Sequential([lambda x: x.reshape(len(x), -1), hidden, head])
+
+
 def unlabelled() -> data.Splits:
   """Returns examples without labels."""
   examples = [{"inputs": np.zeros((8, 8, 1), np.float32)}]
@@ -259,10 +267,10 @@ def test_mistakes_raise_before_anything_is_written(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"workdir='{path}.* cannot be writt"):
       train.train_and_evaluate(config, str(path))
   workdir = tmp_path / "run"
-  with pytest.raises(ValueError, match=r"config\.model"):
-    train.train_and_evaluate(
-      tiny.config(model={"name": "cnn", "depth": 3}), str(workdir)
-    )
+  deep, bare = {"name": "cnn", "depth": 3}, {"name": f"{_THIS}:empty"}
+  for model, words in ((deep, r"config\.model"), (bare, "params/.* elements")):
+    with pytest.raises(ValueError, match=words):
+      train.train_and_evaluate(tiny.config(model=model), str(workdir))
   monkeypatch.setitem(sys.modules, "matplotlib", None)
   with pytest.raises(ImportError, match=r"matplotlib.*flaxshard\[train\]"):
     train.train_and_evaluate(config, str(workdir))
