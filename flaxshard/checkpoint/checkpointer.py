@@ -435,11 +435,9 @@ class Checkpointer:
     """
     items_lib.check_state(state)
     self.wait()
-    read_step = functools.partial(
-      restoring.restore_step, state=state, data=data
-    )
+    read = functools.partial(restoring.restore_step, state=state, data=data)
     self.restored_step, restored = steps.read_newest(
-      self._path, step, read_step, self._paths, self._damaged
+      self._path, step, read, self._paths, self._damaged
     )
     return restored
 

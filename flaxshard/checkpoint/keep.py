@@ -142,9 +142,7 @@ def best_step(
   for step in found.keys() - unreadable - {*damaged}:
     # Without metrics, or just deleted.
     with contextlib.suppress(step_files.Damaged):
-      metrics = step_files.read_json(
-        found[step] / step_files.METRICS / step_files.METRICS
-      )
-      best = max(best, (keep.rank(metrics), step))
+      file = found[step] / step_files.METRICS / step_files.METRICS
+      best = max(best, (keep.rank(step_files.read_json(file)), step))
   rank, step = best
   return None if rank == -math.inf else step

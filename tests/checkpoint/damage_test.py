@@ -18,7 +18,6 @@ import pytest
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard import checkpoint
 from flaxshard.checkpoint import __main__ as inspection
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import step_files
@@ -40,7 +39,7 @@ def cut(file):
 
 
 def save(path, *steps, **kwargs):
-  with checkpoint.Checkpointer(path, **kwargs) as checkpointer:
+  with fs.Checkpointer(path, **kwargs) as checkpointer:
     for step in steps:
       data = states.Counter(step)
       checkpointer.save(step, trained(step), data, metrics={"step": step})
@@ -123,13 +122,13 @@ def test_without_digests_only_sizes_are_compared(tmp_path, monkeypatch):
   flip(file)
   assert not step_files.verify(tmp_path / "4")
   cut(file)
-  with checkpoint.Checkpointer(tmp_path, digests=False) as checkpointer:
+  with fs.Checkpointer(tmp_path, digests=False) as checkpointer:
     assert_is(checkpointer.restore(INITIAL), 3)
   # The position of another step, which has the same size, is damage too.
   position = "input_iterator/metadata"
   shutil.copy(tmp_path / "4" / position, tmp_path / "3" / position)
   with pytest.raises(ValueError, match=f"3/{position} has crc32"):
-    checkpoint.restore(tmp_path, INITIAL, 3)
+    fs.checkpoint.restore(tmp_path, INITIAL, 3)
 
 
 @pytest.mark.parametrize("damage", [cut, flip, pathlib.Path.unlink])
@@ -178,27 +177,27 @@ def test_damaged_steps_are_passed_over(path, caplog):
   (path / "8").write_text("a note")  # no step, as for Orbax
   before = contents(path)
   data = states.Counter(0)
-  with checkpoint.Checkpointer(path) as checkpointer:
+  with fs.Checkpointer(path) as checkpointer:
     assert_is(checkpointer.restore(INITIAL, data=data), 2)
     assert checkpointer.restored_step == checkpointer.latest_step() == 2
   assert data.position == 2
   # Without handlers, Orbax refuses a directory with an empty step.
   with ocp.CheckpointManager(
-    path, item_handlers=checkpoint.item_handlers()
+    path, item_handlers=fs.checkpoint.item_handlers()
   ) as manager:
-    assert_is(checkpoint.restore(manager, INITIAL), 2)
-  assert_is(checkpoint.restore(path, INITIAL, 1), 1)
+    assert_is(fs.checkpoint.restore(manager, INITIAL), 2)
+  assert_is(fs.checkpoint.restore(path, INITIAL, 1), 1)
   empty, other = states.messages(caplog)[:2]
   assert "7 is empty" in empty
   assert other.startswith(f"step 3 is damaged, passed over: {file} has crc32")
   for where in (path / "3", path / "3" / "default"):
     with pytest.raises(ValueError, match=r"/3/default/d/.* has crc32"):
-      checkpoint.restore(where, INITIAL)
+      fs.checkpoint.restore(where, INITIAL)
   assert contents(path) == before
   # Where no step is whole, all are named.
   shutil.rmtree(path / "2" / "default")
   flip(path / "1" / "wrappers" / "_METADATA")
-  with checkpoint.Checkpointer(path) as checkpointer:
+  with fs.Checkpointer(path) as checkpointer:
     with pytest.raises(ValueError, match="no checkpoint that is compl") as e:
       checkpointer.restore(INITIAL, data=data)
     assert checkpointer.latest_step() is None
@@ -208,7 +207,7 @@ def test_damaged_steps_are_passed_over(path, caplog):
 
 
 def test_other_model_or_missing_position_is_not_damage(path):
-  with checkpoint.Checkpointer(path) as checkpointer:
+  with fs.Checkpointer(path) as checkpointer:
     with pytest.raises(ValueError, match=r"/3 was written by another model"):
       checkpointer.restore(trained(0, tx=optax.sgd(0.1)))
     checkpointer.save(4, trained(4))
@@ -235,9 +234,7 @@ def test_damaged_steps_are_renamed_at_the_next_save(path, name, damage, caplog):
   damage(path / "3" / name)
   damaged = contents(path / "3")
   (path / "9").mkdir()
-  with checkpoint.Checkpointer(
-    path, max_to_keep=2, best_metric="step"
-  ) as checkpointer:
+  with fs.Checkpointer(path, max_to_keep=2, best_metric="step") as checkpointer:
     assert_is(checkpointer.restore(INITIAL), 2)
     assert checkpointer.best_step() == 2
     with pytest.raises(ValueError, match=f"/3/{name}"):
@@ -260,13 +257,13 @@ def test_damaged_steps_are_renamed_at_the_next_save(path, name, damage, caplog):
 def test_copied_or_renamed_step_is_passed_over(path, move, origin, newest):
   move(path / str(origin), path / "20")
   data = states.Counter(0)
-  with checkpoint.Checkpointer(path) as checkpointer:
+  with fs.Checkpointer(path) as checkpointer:
     assert checkpointer.latest_step() == newest
     assert_is(checkpointer.restore(INITIAL, data=data), newest)
     assert (checkpointer.restored_step, data.position) == (newest, newest)
   for where, step in ((path / "20", None), (path, 20)):
     with pytest.raises(ValueError, match=f"/20 was saved as step {origin}"):
-      checkpoint.restore(where, INITIAL, step)
+      fs.checkpoint.restore(where, INITIAL, step)
   assert inspection.main([str(path)]) == 1
   # It does not count as the newest step when the next one is saved.
   save(path, 4, max_to_keep=2)
@@ -277,12 +274,12 @@ def test_copied_or_renamed_step_is_passed_over(path, move, origin, newest):
 
 
 def restore_by_checkpointer(path):
-  with checkpoint.Checkpointer(path) as checkpointer:
+  with fs.Checkpointer(path) as checkpointer:
     return checkpointer.restore(states.weights())
 
 
 def restore(path):
-  return checkpoint.restore(path, states.weights())
+  return fs.checkpoint.restore(path, states.weights())
 
 
 def failing(original, error):
@@ -310,7 +307,7 @@ def test_transient_errors_are_raised(tmp_path, names, error, monkeypatch):
     for step in (1, 2):
       state = states.weights(step).without_wrappers()
       manager.save(step, args=ocp.args.StandardSave(state))
-  with checkpoint.Checkpointer(tmp_path) as checkpointer:
+  with fs.Checkpointer(tmp_path) as checkpointer:
     with monkeypatch.context() as patch:
       for name in names:
         patch.setattr(name, failing(pkgutil.resolve_name(name), error))
@@ -369,7 +366,7 @@ with fs.Checkpointer(sys.argv[1], max_to_keep=2) as checkpointer:
 @pytest.mark.slow
 def test_reading_beside_a_program_that_saves(programs, tmp_path):
   path = tmp_path / "checkpoints"
-  reading = checkpoint.Checkpointer(path)
+  reading = fs.Checkpointer(path)
   writer, last = programs.start(tmp_path, str(path), script=_WRITER), 0
   while not writer.has_ended:
     if reading.latest_step() is None:

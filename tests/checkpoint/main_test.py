@@ -36,10 +36,7 @@ def test_newest_step_is_shown(path, run):
   assert (code, err) == (0, "")
   first, *steps = out.splitlines()[:3]
   assert first == str(path)
-  assert [line.split() for line in steps] == [
-    ["1", "complete"],
-    ["20", "complete"],
-  ]
+  assert [x.split() for x in steps] == [["1", "complete"], ["20", "complete"]]
   # The metadata, and the arrays, of the newest step.
   for line in (
     str(path / "20"),
