@@ -296,12 +296,13 @@ def _run(
 
     with stop_request.saving():
       checkpointer.wait()
-    if commits is not None:
-      if ends:
-        commits.publish(step, state, row)
-      if stopped:
-        # Saved as it was evaluated; the others may go on from another center.
+    if commits is not None and ends:
+      if not commits.worker.is_closed:
+        # Stopped early, and saved as it was evaluated; the others may go on
+        # from another center.
         commits.finish(state)
+      if commits.worker.is_finished:
+        commits.publish(step, state, row)
   if ends or signum is None:
     report.log_result(workdir, stopped)
     return state, None

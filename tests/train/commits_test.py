@@ -186,14 +186,13 @@ def test_a_stopped_run_goes_on_with_another_number_of_workers(tmp_path, caplog):
   assert fs.load(tmp_path).step == 8
 
 
-def test_early_stopping_ends_the_run(tmp_path):
-  run(
-    tmp_path,
-    early_stopping={"metric": "eval_accuracy", "min_delta": 1.0, "patience": 1},
-    eval_every_steps=2,
-  )
+# Also at the last step.
+@pytest.mark.parametrize(("every", "last"), [(2, 6), (3, 8)])
+def test_early_stopping_ends_the_run(tmp_path, every, last):
+  stopping = {"metric": "eval_accuracy", "min_delta": 1.0, "patience": 1}
+  run(tmp_path, early_stopping=stopping, eval_every_steps=every)
   assert head(tmp_path).finished
-  assert tiny.rows(tmp_path)[-1]["step"] == 6
+  assert tiny.rows(tmp_path)[-1]["step"] == last
 
 
 def test_a_synchronizer_needs_no_devices_of_workers(tmp_path, monkeypatch):
