@@ -60,9 +60,8 @@ def reduce(
   def mean_of_shared(x: Any) -> Any:
     if axis is None:
       return x
-    dim = normalize_axis_index(axis, np.ndim(x), "reduce")
     trees.check_integers("reduce: value", x)
-    return jnp.mean(jnp.asarray(x), dim)
+    return jnp.mean(jnp.asarray(x), axis)
 
   # TensorFlow too refuses the sum of what all replicas share: it could mean x
   # or x times the replicas.
@@ -121,11 +120,11 @@ def from_function(
   sharding = jax.sharding.NamedSharding(mesh, jax.P(mesh_lib.REPLICA))
 
   def stack_rows(*rows: Any) -> PerReplica:
-    local_rows = jnp.stack([trees.drop_weak_type(x) for x in rows])
+    # On the host: each may be on the devices of its replica.
+    local_rows = np.stack([trees.key_data(jnp.asarray(x)) for x in rows])
     shape = (num_replicas, *local_rows.shape[1:])
-    return PerReplica(
-      jax.make_array_from_process_local_data(sharding, local_rows, shape)
-    )
+    data = jax.make_array_from_process_local_data(sharding, local_rows, shape)
+    return PerReplica(trees.with_key_data(jnp.asarray(rows[0]), data))
 
   return jax.tree.map(stack_rows, *values)
 

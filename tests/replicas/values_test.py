@@ -26,6 +26,13 @@ def rows(context):
   return np.arange(first, first + 6, dtype=np.float32).reshape(2, 3)
 
 
+def make(value_fn):
+  """Makes values of the number of each replica."""
+  return EIGHT.distribute_values_from_function(
+    lambda context: value_fn(context.replica_id_in_sync_group)
+  )
+
+
 # -- PerReplica.
 
 
@@ -101,9 +108,7 @@ def test_reduce_and_gather(strategy):
 
 
 def test_reduce_of_integers_booleans_and_shared_values():
-  ids = EIGHT.distribute_values_from_function(
-    lambda context: np.int32(context.replica_id_in_sync_group)
-  )
+  ids = make(np.int32)
   total, mean = EIGHT.reduce("sum", ids), EIGHT.reduce("mean", ids)
   assert (int(total), total.dtype) == (28, jnp.int32)
   assert (float(mean), mean.dtype) == (3.5, jnp.float32)
@@ -136,9 +141,12 @@ def test_values_on_other_devices(mesh):
   value = fs.PerReplica(value)
   np.testing.assert_array_equal(EIGHT.reduce("sum", value), [56.0, 64.0])
   np.testing.assert_array_equal(EIGHT.gather(value, 0), np.arange(16.0))
-  for i, result in enumerate(EIGHT.local_results(value)):
+  results = EIGHT.local_results(value)
+  for i, result in enumerate(results):
     assert result.tolist() == [2 * i, 2 * i + 1]
     assert result.devices() == {jax.devices()[i]}
+  # Each value is on the device of its replica.
+  np.testing.assert_array_equal(make(lambda i: results[i]), value)
 
 
 VALUE = fs.PerReplica(np.ones((8, 2, 3), np.float32))
@@ -148,13 +156,6 @@ SLICES = fs.IndexedSlices(np.zeros(3, int), np.ones((3, 2), "f"), (9, 2))
 
 def run(fn):
   EIGHT.run(lambda: fn(fs.get_replica_context()))
-
-
-def make(value_fn):
-  """Makes values of the number of each replica."""
-  return EIGHT.distribute_values_from_function(
-    lambda context: value_fn(context.replica_id_in_sync_group)
-  )
 
 
 @pytest.mark.parametrize(
