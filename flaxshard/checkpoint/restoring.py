@@ -387,7 +387,8 @@ def _template(state: TrainState) -> Any:
       isinstance(x, jax.Array) and x.committed
     ):
       sharding = default if mesh is not None else sharding or default
-    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+    dtype = trees.dtype_of(x)  # a step may have been replaced by a number
+    return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
 
   return jax.tree.map(describe, state, is_leaf=values.is_per_replica)
 
