@@ -60,8 +60,9 @@ def reduce(
   def mean_of_shared(x: Any) -> Any:
     if axis is None:
       return x
+    dim = normalize_axis_index(axis, np.ndim(x), "reduce")
     trees.check_integers("reduce: value", x)
-    return jnp.mean(jnp.asarray(x), axis)
+    return jnp.mean(jnp.asarray(x), dim)
 
   # TensorFlow too refuses the sum of what all replicas share: it could mean x
   # or x times the replicas.
