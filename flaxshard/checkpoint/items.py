@@ -169,10 +169,13 @@ def metadata(
 
 
 def step_of(state: States) -> Any:
-  """Returns the step of a state, or the steps of states by name."""
+  """Returns the step of a state, or the steps of states by name.
+
+  The steps of an ensemble, which `jax.vmap` has made, are a list.
+  """
   if isinstance(state, Mapping):
-    return {name: int(s.step) for name, s in state.items()}
-  return int(state.step)
+    return {name: step_of(s) for name, s in state.items()}
+  return jax.device_get(state.step).tolist()
 
 
 # -- The position in the data.

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
@@ -278,7 +279,8 @@ def pending(wrappers: Wrappers, states: States) -> list[str]:
   abstract = (jax.core.Tracer, jax.ShapeDtypeStruct)
   if any(isinstance(x, abstract) for x in jax.tree.leaves(dict(states))):
     return []
-  counts = {w.name: int(w.pending(states[w.name])) for w in wrappers}
+  # Of an ensemble, which `jax.vmap` has made, the largest.
+  counts = {w.name: int(np.max(w.pending(states[w.name]))) for w in wrappers}
   return [
     f"{name}: the gradients of the last {count} batches are not in params yet."
     for name, count in counts.items()

@@ -99,11 +99,8 @@ def test_data_continues_from_the_saved_position(tmp_path):
     checkpointer.save(4, states.weights(), data=iterator)
     # The save is asynchronous, its position that of the call.
     assert take(iterator, 2) == whole[4:6]
-  file = tmp_path / "4" / "input_iterator" / "metadata"
-  assert json.loads(file.read_text()) == {
-    "positions": [position],
-    "is_bytes": False,
-  }
+  saved = json.loads((tmp_path / "4/input_iterator/metadata").read_text())
+  assert saved == {"positions": [position], "is_bytes": False}
   fresh = make_iterator()
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.restore(states.weights(), data=fresh)
@@ -142,28 +139,30 @@ def test_a_position_that_grain_has_saved_is_restored(tmp_path):
   assert next(fresh) == 3
 
 
-# Several states, as of a GAN.
+# Several states, as of a GAN. One of them is an ensemble, as `jax.vmap` makes.
 
 
-def make_two():
+def make_states():
+  critic = states.weights(5.0, wrappers=[fs.Accumulate(4)])
   return {
     "generator": states.weights(
       3.0, wrappers=[fs.LossScale("dynamic"), fs.EMA(0.5)]
     ),
     "discriminator": states.weights(4.0, wrappers=[], size=4),
+    "critics": jax.tree.map(lambda x: jnp.stack([x, -x]), critic),
   }
 
 
 def test_states_by_name(tmp_path):
-  saved = jax.tree.map(lambda x: x + 1, make_two())
+  saved = jax.tree.map(lambda x: x + 1, make_states())
   with fs.Checkpointer(tmp_path) as checkpointer:
     assert checkpointer.save(7, saved)
-    restored = checkpointer.restore(make_two())
-    assert list(restored) == ["generator", "discriminator"]
+    restored = checkpointer.restore(make_states())
+    assert list(restored) == ["generator", "discriminator", "critics"]
     assert_trees_equal(restored, saved)
     assert not checkpointer.save(7, restored)
     with pytest.raises(ValueError, match="was saved from another state"):
-      checkpointer.save(7, make_two())
+      checkpointer.save(7, make_states())
   # Some of them, and into another stack of wrappers.
   other = {"generator": states.weights(wrappers=[fs.EMA(0.5)])}
   other = fs.checkpoint.restore(tmp_path, other)["generator"]
@@ -171,7 +170,8 @@ def test_states_by_name(tmp_path):
   average = saved["generator"].wrapper_states["ema"]
   assert_trees_equal(other.wrapper_states["ema"], average)
   # A plain program reads a dict of plain states.
-  plain = {name: s.without_wrappers() for name, s in saved.items()}
+  with pytest.warns(UserWarning, match="accumulate.* 1 batches"):
+    plain = {name: s.without_wrappers() for name, s in saved.items()}
   with ocp.CheckpointManager(tmp_path) as manager:
     found = manager.restore(7, args=ocp.args.StandardRestore(plain))
   assert_trees_equal(jax.tree.map(np.asarray, found), plain)
