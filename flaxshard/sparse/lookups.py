@@ -107,10 +107,10 @@ def _describe_dense(path: str, eqn: Any) -> str:
   line = source_lines.equation_line(eqn)
   cause = f"{eqn.primitive.name}{f' ({line})' if line else ''}"
   return (
-    f"value_and_grad: the gradient of the sparse parameter {path!r} is a whole "
-    f"array, not rows: {cause} contributes to all rows. The update is dense, "
-    "too. Look rows up outside of loops, conditionals and jax.checkpoint; or "
-    "remove the parameter from the sparse patterns if that is intended."
+    f"value_and_grad: gradient and update of the sparse parameter {path!r} are "
+    f"dense, not rows: {cause} contributes to all rows, or Explicit axes split "
+    "the table. Look rows up outside of loops, conditionals, jax.checkpoint, "
+    "with Auto axes; or remove the parameter from the sparse patterns."
   )
 
 
@@ -387,7 +387,9 @@ def _gather(eqn: Any, table: _Table, indices: jax.Array) -> jax.Array | None:
   dims, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
   table_shape, shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
   is_row = tuple(eqn.params["slice_sizes"]) == (1, *table_shape[1:])
-  if dims.operand_batching_dims or not is_row:
+  # The type of a table says by which Explicit axes it is split.
+  is_split = any(eqn.invars[0].aval.sharding.spec)
+  if dims.operand_batching_dims or not is_row or is_split:
     return None
   lookup = _lookup(indices, dims.start_index_map, mode, table_shape[0])
   rows = table.rows(lookup)
