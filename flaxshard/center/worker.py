@@ -244,7 +244,8 @@ class Worker:
 
     It waits for commits under way. Worker 0, whose checkpoints are those of the
     run, reads the newest center with its slots, which commits leave in the
-    store.
+    store, and its collections such as `batch_stats`. Outside of `Strategy.run`
+    it goes on from these.
 
     Args:
       state: The state after the last `commit`. Do not use it again.
