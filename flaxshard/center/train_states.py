@@ -49,7 +49,7 @@ def find(state: Any) -> tuple[AGN, AGNState]:
   """
   wrappers = getattr(state, "wrappers", ())
   for wrapper in wrappers:
-    if wrapper.commits_to_store:
+    if isinstance(wrapper, AGN) and wrapper.commits_to_store:
       return wrapper, state.wrapper_states[wrapper.name]
   raise ValueError(
     "Worker: state.wrappers must have an AGN with transport='store', got "

@@ -431,7 +431,7 @@ def _shapes(variable: Any) -> list[tuple[int, ...]]:
 def _check_wrappers(wrappers: tuple[base.Base, ...], num_replicas: int) -> None:
   """Raises a ValueError if a wrapper needs a TrainState."""
   for w in wrappers:
-    if w.commits_to_store or (w.reduces != "before" and num_replicas > 1):
+    if w.reduces == "store" or (w.reduces != "before" and num_replicas > 1):
       raise ValueError(
         f"wrappers: {type(w).__name__} commits between steps, or needs the "
         f"gradients of each of the {num_replicas} replicas. Under nnx.jit "

@@ -72,7 +72,7 @@ def has_workers(config: Any) -> bool:
     config: A checked config.
   """
   wrappers = wrappers_lib.from_config(config.wrappers)
-  return any(w.commits_to_store for w in wrappers)
+  return any(w.reduces == "store" for w in wrappers)
 
 
 def config_of_worker(config: Any, num_workers: int) -> Any:

@@ -168,11 +168,11 @@ class AGN(base.Base):
 
   @property
   def reduces(self) -> str:  # type: ignore[override]
-    """Whether AGN gets the gradients of one replica, and keeps them."""
-    return "before" if self.commits_to_store else "local"
+    """Who reduces gradients: see `Base.reduces`."""
+    return "store" if self.commits_to_store else "local"
 
   @property
-  def commits_to_store(self) -> bool:  # type: ignore[override]
+  def commits_to_store(self) -> bool:
     """Whether `flaxshard.Worker` commits, between steps."""
     return isinstance(self.transport, agn_store.Store)
 

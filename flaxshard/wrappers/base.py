@@ -73,7 +73,8 @@ class Base:
       it gets those of one replica, and they are averaged when it calls `next`,
       unless another wrapper reduces them. `"local"`: it gets those of one
       replica, and the updates applied inside belong to that replica, so no
-      wrapper inside may reduce gradients.
+      wrapper inside may reduce gradients. `"store"`: as `"before"`, and
+      `flaxshard.Worker` commits between steps what the wrapper adds up.
     groups: The groups of replicas that keep the same parameters, a tuple of
       tuples of replica numbers; None for one group of all.
     takes_indexed_slices: Class attribute. True: `apply` and
@@ -83,8 +84,6 @@ class Base:
       `is_leaf=flaxshard.is_indexed_slices`. False: gradients become whole
       arrays before any wrapper gets them, with a warning, and the update is
       that of any other parameter.
-    commits_to_store: Whether `flaxshard.Worker` commits what the steps of this
-      wrapper leave, between them.
 
   Example:
     >>> import flaxshard as fs, dataclasses, jax, jax.numpy as jnp, optax
@@ -102,7 +101,6 @@ class Base:
   reduces: ClassVar[str] = "before"
   groups: ClassVar[rows.Groups] = None
   takes_indexed_slices: ClassVar[bool] = False
-  commits_to_store: ClassVar[bool] = False
 
   @property
   def name(self) -> str:

@@ -71,7 +71,7 @@ def check(wrappers: Iterable[base.Base]) -> Wrappers:
 def _conflict(outer: base.Base, inner: base.Base) -> str | None:
   """Returns why a wrapper may not stand inside of another one, and what may."""
   remedy = f"put {inner.name!r} first"
-  if outer.reduces == "local" or outer.commits_to_store:
+  if outer.reduces in ("local", "store"):
     if inner.reduces != "before" or isinstance(inner, (Accumulate, EMA)):
       return f"whose steps are not those of the center: {remedy}"
   if inner.reduces == "inside" and outer.reduces == "self":

@@ -53,7 +53,7 @@ def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
   """
   opt_state_lib.check_tx(tx)
   wrappers = stack.check(wrappers)
-  if any(w.commits_to_store for w in wrappers):
+  if any(w.reduces == "store" for w in wrappers):
     raise ValueError(
       "wrappers: AGN(transport='store') needs a TrainState, and fs.Worker."
     )
