@@ -109,8 +109,8 @@ def _describe_dense(path: str, eqn: Any) -> str:
   return (
     f"value_and_grad: gradient and update of the sparse parameter {path!r} are "
     f"dense, not rows: {cause} contributes to all rows, or Explicit axes split "
-    "the table. Look rows up outside of loops, conditionals, jax.checkpoint, "
-    "with Auto axes; or remove the parameter from the sparse patterns."
+    "the table. Look rows up outside of loops, conditionals and jax.checkpoint "
+    "and with Auto axes; or remove the parameter from the sparse patterns."
   )
 
 
