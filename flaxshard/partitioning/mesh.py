@@ -196,19 +196,17 @@ def put(
   # In a trace nothing is moved: the program may be for other devices.
   if not isinstance(x, jax.core.Tracer):
     check_can_run("putting an array on the mesh", sharding.mesh)
-  # A traced array does not say whether it is addressable.
-  if sharding.is_fully_addressable:
-    return jax.device_put(x, sharding)
-  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+  is_array = isinstance(x, jax.Array)
+  # A traced array does not say whether it is addressable: that comes second.
+  if sharding.is_fully_addressable or (is_array and not x.is_fully_addressable):
     return jax.device_put(x, sharding)
   # Onto devices of other processes JAX puts NumPy arrays, but neither committed
   # arrays nor keys.
-  if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+  if is_array and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = put(jax.random.key_data(x), sharding, compare=compare)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   if compare:
-    local = np.asarray(x) if isinstance(x, jax.Array) else x
-    return jax.device_put(local, sharding)
+    return jax.device_put(np.asarray(x) if is_array else x, sharding)
   values = np.asarray(x)
   return jax.make_array_from_callback(
     values.shape, sharding, lambda index: values[index]
