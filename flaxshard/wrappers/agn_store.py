@@ -105,7 +105,8 @@ class Store:
       local_step: The number of local steps that have been taken.
 
     Example:
-      >>> options = Store(fragments=2)
+      >>> import flaxshard as fs
+      >>> options = fs.Store(fragments=2)
       >>> [options.last_due(4, 0, step) for step in range(2, 7)]
       [2, 2, 2, 2, 6]
     """
