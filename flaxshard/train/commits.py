@@ -99,24 +99,6 @@ class Commits:
     last = self.setup.config.num_train_steps
     return state, self._skip(step, before, last)
 
-  def finish(self, state: TrainState) -> tuple[TrainState, bool]:
-    """Waits for the other workers.
-
-    Args:
-      state: The state after the last step.
-
-    Returns:
-      The state, and whether it has the final center. It has not if a signal has
-      ended the wait: then it is not to be saved as the last one.
-    """
-    state = self.worker.finish(state)
-    if not self.worker.is_finished:
-      _log.warning(
-        "stopped at the last step, before the other workers; the same command "
-        "or call continues from the last checkpoint"
-      )
-    return state, self.worker.is_finished
-
   def publish(self, step: int, state: TrainState, row: report.Row) -> None:
     """Saves the final center in the workdir of worker 0, if that is gone.
 

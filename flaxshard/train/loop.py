@@ -229,9 +229,14 @@ def _run(
         if step == config.num_train_steps:
           # The last center is evaluated and saved. Waiting takes no steps.
           end_time = time.perf_counter()
-          state, is_final = commits.finish(state)
+          state = commits.worker.finish(state)
           start_time += time.perf_counter() - end_time
-          if not is_final:
+          if not commits.worker.is_finished:
+            # It is not to be saved as the last one.
+            _log.warning(
+              "stopped at the last step, before the other workers; the same "
+              "command or call continues from the last checkpoint"
+            )
             return state, stop_request.signum
 
       signum = stop_request.agree(step)
@@ -300,7 +305,7 @@ def _run(
       if not commits.worker.is_closed:
         # Stopped early, and saved as it was evaluated; the others may go on
         # from another center.
-        commits.finish(state)
+        commits.worker.finish(state)
       if commits.worker.is_finished:
         commits.publish(step, state, row)
   if ends or signum is None:
