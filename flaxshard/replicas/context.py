@@ -12,7 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
@@ -208,42 +208,57 @@ class ReplicaContext:
     return checkpoint_name(value, ASSUMED_REPLICATED)
 
 
-_current: contextvars.ContextVar[ReplicaContext | None] = (
-  contextvars.ContextVar("replica_context", default=None)
+class OutsideOfRun:
+  """What stands for the context outside of `Strategy.run`: it is false."""
+
+  def __bool__(self) -> Literal[False]:
+    return False
+
+  def __getattr__(self, name: str) -> Any:
+    raise AttributeError(
+      f"get_replica_context().{name} is known inside of Strategy.run alone. A "
+      "step that also runs outside of it asks first: `if context:`."
+    )
+
+
+# The context of the replica whose program is traced; None outside.
+current: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar(
+  "replica_context", default=None
 )
 
 
-def get_replica_context() -> ReplicaContext | None:
-  """Returns the context of the current replica; None outside `Strategy.run`.
+def get_replica_context() -> ReplicaContext | OutsideOfRun:
+  """Returns the context of the current replica.
 
-  A step that runs both inside and outside of `run` must test for None before
-  it uses an attribute. `Strategy.run_steps` and `Strategy.jit` have a context
-  too; `jax.jit` has none.
+  Outside of `Strategy.run` the result is false, and has no attributes: a step
+  that runs there too asks `if context:` before it uses one.
+  `Strategy.run_steps` and `Strategy.jit` have a context too; `jax.jit` has
+  none.
 
   Example:
     >>> import flaxshard as fs
-    >>> fs.get_replica_context() is None
-    True
+    >>> bool(fs.get_replica_context())
+    False
     >>> def count_replicas():
     ...   context = fs.get_replica_context()
-    ...   return 1 if context is None else context.num_replicas_in_sync
+    ...   return context.num_replicas_in_sync if context else 1
     >>> count_replicas()
     1
 
   References:
     `tf.distribute.get_replica_context`.
   """
-  return _current.get()
+  return current.get() or OutsideOfRun()
 
 
 @contextlib.contextmanager
 def activate(context: ReplicaContext | None) -> Iterator[None]:
   """Makes `context` the current one within the `with` block."""
-  token = _current.set(context)
+  token = current.set(context)
   try:
     yield
   finally:
-    _current.reset(token)
+    current.reset(token)
 
 
 def marked(**changed: Any) -> contextlib.AbstractContextManager[None]:
@@ -251,13 +266,13 @@ def marked(**changed: Any) -> contextlib.AbstractContextManager[None]:
 
   Outside of `Strategy.run` it does nothing.
   """
-  context = _current.get()
+  context = current.get()
   return activate(context and dataclasses.replace(context, **changed))
 
 
 def num_replicas() -> int:
   """Returns the number of replicas; 1 outside of `Strategy.run`."""
-  context = _current.get()
+  context = current.get()
   return 1 if context is None else context.num_replicas_in_sync
 
 
@@ -276,7 +291,7 @@ def specs_within(params: PyTree) -> PyTree:
     axes = mesh_lib.logical_axes(x.sharding.mesh)
     return mesh_lib.only(x.sharding.spec, axes)
 
-  context, shapes = _current.get(), jax.tree.map(jnp.shape, params)
+  context, shapes = current.get(), jax.tree.map(jnp.shape, params)
   for arrived in context.params if context else ():
     if jax.tree.map(jnp.shape, arrived) == shapes:
       return jax.tree.map(logical_spec, arrived)

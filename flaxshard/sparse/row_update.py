@@ -149,7 +149,7 @@ def _num_parts(sharding: jax.sharding.NamedSharding | None) -> int:
   if sharding is None:
     return 1
   sizes = dict(sharding.mesh.shape)
-  if replica_context.get_replica_context() is not None:
+  if replica_context.current.get() is not None:
     # Inside of `run` parameters that are split over replicas are whole.
     sizes[mesh_lib.REPLICA] = 1
   return mesh_lib.parts(sharding.spec, 1, sizes)[0]

@@ -277,7 +277,6 @@ def run_loop(
     batches,
   )
   context = replica_context.get_replica_context()
-  assert context is not None
   structure, ops = reductions
   reduced = [
     part if op is None else Replicated(context.all_reduce(op, part))

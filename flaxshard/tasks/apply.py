@@ -229,7 +229,7 @@ def fold_in_replica(tree: Any) -> Any:
   Args:
     tree: A tree of arrays and keys.
   """
-  context = replica_context.get_replica_context()
+  context = replica_context.current.get()
   if context is None:
     return tree
   is_key = trees.is_prng_key
@@ -238,7 +238,7 @@ def fold_in_replica(tree: Any) -> Any:
 
 def _restore_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
   """Undoes `fold_in_replica`: the state must be the same on all replicas."""
-  if replica_context.get_replica_context() is None:
+  if replica_context.current.get() is None:
     return new
   in_state = {name: value for name, value in new.items() if name in old}
   return new | jax.tree.map(

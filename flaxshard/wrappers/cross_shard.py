@@ -106,7 +106,7 @@ class CrossShard(base.Base):
     self, state: Any, target: base.Target, grads: Any, next: base.Next
   ) -> tuple[base.Target, Any]:
     """Calls `next` with the reduced gradients."""
-    context = replica_context.get_replica_context()
+    context = replica_context.current.get()
     if context is None:
       checks.warn(
         "CrossShard: apply_gradients is called outside of Strategy.run, where "

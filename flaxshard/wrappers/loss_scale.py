@@ -329,7 +329,7 @@ class LossScale(base.Base):
     # Once, for the finite check and for the update in the branch.
     grads = gradients.deduplicate(grads)
     finite = gradients.all_finite(grads)
-    context = replica_context.get_replica_context()
+    context = replica_context.current.get()
     if context is not None and not context.gradients_reduced:
       # A replica alone may have an infinity. Reduced gradients have it on all.
       overflows = (~finite).astype(jnp.int32)

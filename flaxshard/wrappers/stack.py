@@ -211,7 +211,7 @@ def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
     ValueError: There are several replicas, and this is outside of `run`.
   """
   # Inside of run the axis is gone already.
-  if not wrappers or replica_context.get_replica_context() is not None:
+  if not wrappers or replica_context.current.get() is not None:
     return dict(states)
 
   def take_only_row(name: str, x: jax.Array) -> jax.Array:

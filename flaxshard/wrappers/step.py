@@ -278,7 +278,7 @@ def update(
     ValueError: `grads` does not match the parameters, or none is there; or a
       new collection does not match the old one.
   """
-  context = replica_context.get_replica_context()
+  context = replica_context.current.get()
   if target.collections and (wrappers or context is not None):
     target = _conform_collections(wrappers, target, own_paths)
   # None for each leaf that has or needs no gradient.
@@ -296,7 +296,7 @@ def update(
 
   def apply_tx(target: base.Target, grads: PyTree) -> base.Target:
     given = extra
-    inner = replica_context.get_replica_context()
+    inner = replica_context.current.get()
     if who == "local" and inner is not None and inner.gradients_reduced:
       # Local updates take the loss of their replica, a commit takes the mean.
       given = replica_context.mean_extra_args(extra)
@@ -379,9 +379,8 @@ def _conform_collections(
     )
     for name, x in target.new_collections.items()
   }
-  in_replica = replica_context.get_replica_context() is not None
   # The commits of wrappers with local updates reduce them.
-  if in_replica and stack.reduces(wrappers) != "local":
+  if replica_context.current.get() and stack.reduces(wrappers) != "local":
     groups = stack.groups_of(wrappers)
     is_own = lambda path, _: trees.path_strings(path) in own_paths
     new = jax.tree.map_with_path(

@@ -176,7 +176,7 @@ class Wrapped:
 
     There a state has the row of its replica, as a train state has not.
     """
-    if replica_context.get_replica_context() is None:
+    if replica_context.current.get() is None:
       return states
     return stack.map_per_replica(fn, self.wrappers, states)
 

@@ -21,10 +21,11 @@ def context_in_run(fn, strategy=EIGHT, args=()):
 
 
 def test_no_context_outside_of_run():
-  assert fs.get_replica_context() is None
   with pytest.raises(KeyError):
     EIGHT.run(lambda: {}["a"])
-  assert fs.get_replica_context() is None
+  assert not fs.get_replica_context()
+  with pytest.raises(AttributeError, match=r"\.all_reduce .* of Strategy\.run"):
+    fs.get_replica_context().all_reduce("sum", 1.0)
 
 
 @pytest.mark.parametrize("strategy", [EIGHT, SPATIAL])
@@ -40,7 +41,7 @@ def test_all_reduce_and_all_gather(strategy):
       # several logical devices.
       "bfloat16": context.all_reduce("sum", mine.astype(jnp.bfloat16)),
       # Of eight replicas the sum does not fit int32.
-      "mean of integers": context.all_reduce("mean", mine << 28),
+      "integers": context.all_reduce("mean", mine << 28),
       "small": context.all_reduce("sum", (mine > 0, jnp.int8(100))),
       "tree": context.all_reduce("mean", {"a": mine * 1.5, "b": None}),
       "gathered": context.all_gather(jnp.stack([mine, -mine])[None], -1),
@@ -53,7 +54,7 @@ def test_all_reduce_and_all_gather(strategy):
     "count": n,
     "sum": ids.sum(),
     "bfloat16": ids.sum(),
-    "mean of integers": ids.mean() * 2**28,
+    "integers": ids.mean() * 2**28,
     "small": (n - 1, n * 100),
     "tree": {"a": 1.5 * ids.mean(), "b": None},
     "gathered": [np.stack([ids, -ids], 1).ravel()],
@@ -61,9 +62,8 @@ def test_all_reduce_and_all_gather(strategy):
   for i in range(n):
     mine = jax.tree.map(lambda x, i=i: np.asarray(x)[i], out, is_leaf=is_value)
     jax.tree.map(np.testing.assert_array_equal, mine, wanted)
-  assert out["mean of integers"].value.dtype == jnp.float32
-  assert out["sum"].value.dtype == jnp.int32
-  assert out["bfloat16"].value.dtype == jnp.bfloat16
+  dtypes = {"integers": "float32", "sum": "int32", "bfloat16": "bfloat16"}
+  assert {name: out[name].value.dtype for name in dtypes} == dtypes
 
 
 def test_fold_in_gives_each_replica_its_own_key():
@@ -82,7 +82,7 @@ def test_fold_in_gives_each_replica_its_own_key():
     wanted = fold(key), fold(raw), jax.vmap(jax.vmap(fold))(many)
     assert_trees_equal(folded, (*wanted, fold(key, 16 + i)))
   with replica_context.marked(first_replica=16):
-    assert fs.get_replica_context() is None
+    assert not fs.get_replica_context()
 
 
 def create(wrappers=(), **collections):
