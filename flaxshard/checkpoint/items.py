@@ -74,7 +74,7 @@ def save_args(
   """
   check_state(state)
   checks.one_of("plain_item", plain_item, PLAIN_ITEMS)
-  _check_savable(state)
+  check_savable(state)
   plain: Any = {}
   states: Any = {}
   for name, s in by_name(state).items():
@@ -277,7 +277,7 @@ def check_state(state: Any) -> None:
       )
 
 
-def _check_savable(state: States) -> None:
+def check_savable(state: States) -> None:
   """Raises an error at the first leaf that Orbax cannot save and restore.
 
   Orbax notices some of these leaves in the middle of a save, and others never.

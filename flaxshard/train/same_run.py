@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from flaxshard import checkpoint
+from flaxshard.checkpoint import items
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
@@ -256,7 +257,7 @@ def restore_or_create(
       given["item"] = given["item"] or None
       with registry.errors_name("config.init_from"):
         state = checkpoint.init_from(state, **given)[0]
-    checkpoint.save_args(state)  # raises if it can never be saved
+    items.check_savable(state)
     return state, 0
   with multihost.raise_on_all_processes(ValueError):
     if jax.process_index() == 0:
