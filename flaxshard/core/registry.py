@@ -160,6 +160,12 @@ def construct(
     return function(**{**kwargs, **given})
 
 
+def check_call(where: str, function: Any, *args: Any, **kwargs: Any) -> None:
+  """Raises an error that names `where` if a function takes other arguments."""
+  with errors_name(where):
+    inspect.signature(function).bind(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def errors_name(where: str, *others: type[Exception]) -> Iterator[None]:
   """Puts a field before the message of an error that names its arguments alone.

@@ -75,9 +75,8 @@ def create(
       given = registry.accepted(hook, offered, arguments)
       hook = registry.construct(where, hook, arguments, given=given)
       arguments = {}
-    with registry.errors_name(where):
-      # Now, and not at the first row of metrics.
-      inspect.signature(hook).bind(0, None, {}, **arguments)
+    # Now, and not at the first row of metrics.
+    registry.check_call(where, hook, 0, None, {}, **arguments)
     hook = functools.partial(hook, **registry.to_plain(arguments))
     found.append((named["name"], hook))
   for i, hook in enumerate(hooks):

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 import contextlib
 import importlib
-import inspect
 import pathlib
 import re
 import runpy
@@ -58,8 +57,7 @@ def read(name: str) -> ml_collections.ConfigDict:
       f"config {place} has no function get_config(), which returns the config."
       f"{checks.did_you_mean('get_config', module)}"
     )
-  with registry.errors_name(f"config {name}: get_config"):
-    inspect.signature(get_config).bind(*arguments)
+  registry.check_call(f"config {name}: get_config", get_config, *arguments)
   with _running(place):
     config = get_config(*arguments)
   if not registry.is_dict(config):
