@@ -77,8 +77,8 @@ def check_tx(tx: Any, argument: str = "tx") -> None:
   """Raises a TypeError unless `tx` is an optax optimizer."""
   # By attribute, because optax.MultiSteps is no GradientTransformation. What
   # `flaxshard.wrap` returns has one more, and its update returns parameters.
-  is_wrapped = hasattr(tx, "value_and_grad")
-  if hasattr(tx, "init") and hasattr(tx, "update") and not is_wrapped:
+  is_optimizer = hasattr(tx, "init") and callable(getattr(tx, "update", None))
+  if is_optimizer and not hasattr(tx, "value_and_grad"):
     return
   hint = f" Call it: {tx.__name__}(1e-3)." if inspect.isfunction(tx) else ""
   raise TypeError(
