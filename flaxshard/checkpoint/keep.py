@@ -41,9 +41,10 @@ class Keep(checkpoint_managers.PreservationPolicy):
   keep_best: int = 1
 
   def __post_init__(self) -> None:
-    for name in ("max_to_keep", "keep_every", "keep_best"):
-      if getattr(self, name) is not None or name == "keep_best":
+    for name in ("max_to_keep", "keep_every"):
+      if getattr(self, name) is not None:
         checks.integer(name, getattr(self, name), minimum=1)
+    checks.integer("keep_best", self.keep_best, minimum=1)
     checks.one_of("best_mode", self.best_mode, ("max", "min"))
     is_default = (self.keep_best, self.best_mode) == (1, "max")
     if self.best_metric is None and not is_default:

@@ -434,7 +434,8 @@ def _axes(
 
 def _asked(have: Any, axes: tuple[int, ...], want: jax.Array) -> reader.Asked:
   """Returns the shape, dtype and sharding with which to read a leaf."""
-  sharding = _sharding_of(want)
+  # NumPy arrays have none: they go to the default device.
+  sharding = getattr(want, "sharding", None) or jax.device_put(0).sharding
   in_order = axes == tuple(range(want.ndim))
   if not in_order and isinstance(sharding, jax.sharding.NamedSharding):
     # An array to reshape is not split before it has the model's dimensions.
@@ -446,11 +447,6 @@ def _asked(have: Any, axes: tuple[int, ...], want: jax.Array) -> reader.Asked:
   return jax.ShapeDtypeStruct(
     have.shape, jax.dtypes.canonicalize_dtype(have.dtype), sharding=sharding
   )
-
-
-def _sharding_of(x: Any) -> Any:
-  """Returns the sharding of an array; without one, of the default device."""
-  return getattr(x, "sharding", None) or jax.device_put(0).sharding
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -479,5 +475,6 @@ def _finish(x: jax.Array, axes: tuple[int, ...], want: jax.Array) -> jax.Array:
   def convert(x: jax.Array) -> jax.Array:
     return x.transpose(axes).reshape(want.shape).astype(want.dtype)
 
-  converted: jax.Array = jax.jit(convert, out_shardings=_sharding_of(want))(x)
+  sharding = getattr(want, "sharding", None)
+  converted: jax.Array = jax.jit(convert, out_shardings=sharding)(x)
   return converted

@@ -209,7 +209,7 @@ class ReplicaContext:
 
 
 class OutsideOfRun:
-  """What stands for the context outside of `Strategy.run`: it is false."""
+  """The result of `get_replica_context` outside of `Strategy.run`: false."""
 
   def __bool__(self) -> Literal[False]:
     return False

@@ -287,8 +287,8 @@ def _try_rows(
     arrays: list[jax.Array], rows: int, step: jax.Array, scale: jax.Array
   ) -> list[jax.Array]:
     params, grads = [], []
-    for (path, _), x in zip(shapes, arrays, strict=True):
-      is_table, x = path in tables, jnp.asarray(x)
+    for (path, _), x in zip(shapes, map(jnp.asarray, arrays), strict=True):
+      is_table = path in tables
       params.append(x[:rows] if is_table else x)
       grads.append(scale * (x.at[2].set(0)[:rows] if is_table else x))
     params, grads = treedef.unflatten(params), treedef.unflatten(grads)

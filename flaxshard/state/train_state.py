@@ -137,10 +137,10 @@ class TrainState(flax_train_state.TrainState):
 
     Returns:
       A state in which every leaf is a strongly typed array, so that the second
-      step does not recompile. (It does, once, if `jax.device_put` or Orbax has
-      committed the parameters to a device: a strategy then places the others
-      there too.) No two leaves share a buffer. Parameters that are JAX arrays
-      keep their buffers: donating the state deletes them.
+      step does not recompile. Without a strategy it does, once, if the
+      parameters are committed to a device, by `jax.device_put` or Orbax. No two
+      leaves share a buffer. Parameters that are JAX arrays keep their buffers:
+      donating the state deletes them.
 
     Raises:
       TypeError: `wrappers`, `strategy`, `tx` or a leaf of `params` has a wrong

@@ -355,8 +355,7 @@ def update(
       # of this replica after every step.
       new = target.collections
       states = stack.map_collections(
-        lambda kept: {name: new.get(name, x) for name, x in kept.items()},
-        states,
+        lambda kept: {n: new.get(n, x) for n, x in kept.items()}, states
       )
     states = stack.map_per_replica(
       lambda _, x: jnp.expand_dims(x, 0), wrappers, states
